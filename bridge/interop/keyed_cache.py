@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 
@@ -13,6 +14,7 @@ __all__ = ["clear", "memoize", "unique_name"]
 
 
 _MOST = 1024  # values per function
+_MISSING = object()
 
 
 def memoize[*Key, Value](make: Callable[[*Key], Value]) -> Callable[[*Key], Value]:
@@ -30,11 +32,11 @@ def memoize[*Key, Value](make: Callable[[*Key], Value]) -> Callable[[*Key], Valu
         # The process id is part of the lock's key, because a fork copies locks that other threads hold.
         own = os.getpid(), key
         with locks.setdefault(own, threading.RLock()):
-            if key not in made:
-                made[key] = make(*key)
+            value: Any = made.get(key, _MISSING)  # read once: other threads may call `clear` at any time
+            if value is _MISSING:
+                value = made[key] = make(*key)
+                drop_oldest(made, _MOST)
             locks.pop(own, None)
-            value = made[key]
-            drop_oldest(made, _MOST)
             return value
 
     _FORGET.extend((found.cache_clear, made.clear))

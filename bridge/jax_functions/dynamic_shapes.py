@@ -24,7 +24,7 @@ from jax_kernels.bridge.jax_functions.mask_operands import NO_MASKS
 from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, DynamicCall, ProgramKey, TensorSpec
 from jax_kernels.bridge.jax_functions.pytree import Structure
 from jax_kernels.bridge.jax_functions.size_inference import infer_results, shape_of
-from jax_kernels.bridge.jax_functions.tracing import cotangents_of, outputs_of, program_for
+from jax_kernels.bridge.jax_functions.tracing import check_hashable, cotangents_of, outputs_of, program_for
 from jax_kernels.bridge.operators import torch_operator
 
 __all__ = ["CALLS", "Flat", "call", "find", "is_any_shape", "name_of"]
@@ -40,12 +40,14 @@ def name_of(function: str, structure: Structure) -> str:
     If all constants are numbers and texts, the name contains the whole call, as a text with spaces. Otherwise the
     call is kept in this process, under a name without spaces.
 
-    function: the function's name in FUNCTIONS. structure: `flatten` of the call's (args, kwargs).
+    function: the function's name in FUNCTIONS. structure: `flatten` of the call's (args, kwargs). Raises TypeError,
+    naming the argument, for a constant that is not hashable.
     """
     call = DynamicCall(function, structure, jax.config.jax_enable_x64)
     try:
         return f"{function} {call.x64:d} {json.dumps(structure, default=_type_name)}"
     except TypeError:
+        check_hashable(call)
         return CALLS.get(call, function, lambda _: call).name
 
 

@@ -14,6 +14,7 @@ There is one Store for each of these kinds. It says which values stay alive:
 import collections
 import contextlib
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -111,13 +112,18 @@ class Store[Value]:
 
     def alive(self) -> dict[str, Value]:
         """The values that this store or another object holds, by name, if they can be referenced weakly."""
-        return dict(self._alive.items())
+        references = self._alive.valuerefs()  # a copy: other threads may add values
+        return {found.key: value for found in references if (value := found()) is not None}
 
     def clear(self) -> None:
         """Drops all values, and the records that are not pinned."""
         with self._lock:
             for name in list(self.kept):
                 self._drop(name)
+
+    def renew_lock(self) -> None:
+        """Replaces the lock, which another thread may have held when this process was forked."""
+        self._lock = threading.RLock()
 
     def _restored(self, name: str, record: _Record[Value]) -> Value:
         """The value of a record, built if it was dropped, and kept as the last used value."""
@@ -152,3 +158,13 @@ def clear() -> None:
     """Drops the values of all stores that are not pinned. Pinned values are built again when they are found."""
     for store in _ALL:
         store.clear()
+
+
+def _renew_locks() -> None:
+    """Runs in a child process after a fork. So a call in the child raises fork.refuse's error, and does not wait."""
+    for store in _ALL:
+        store.renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)

@@ -15,6 +15,7 @@ from jax_kernels.bridge.jax_functions.argument_names import constants, leaf_name
 from jax_kernels.bridge.jax_functions.mask_operands import MaskSignature
 from jax_kernels.bridge.jax_functions.programs import (
     PROGRAMS,
+    DynamicCall,
     Program,
     ProgramKey,
     ResidualSource,
@@ -26,7 +27,15 @@ from jax_kernels.bridge.jax_functions.programs import (
 from jax_kernels.bridge.jax_functions.pytree import Leaf, Structure, flatten, unflatten
 from jax_kernels.masks import Mask
 
-__all__ = ["build_program", "cotangents_of", "mapped_axes", "mask_specs", "outputs_of", "program_for"]
+__all__ = [
+    "build_program",
+    "check_hashable",
+    "cotangents_of",
+    "mapped_axes",
+    "mask_specs",
+    "outputs_of",
+    "program_for",
+]
 
 
 def program_for(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
@@ -36,21 +45,23 @@ def program_for(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
     constant that is not hashable, or a dtype that JAX lacks; ValueError if there is no tensor, a tensor is sparse, or
     the tensors are on several devices. Also raises the errors of the JAX function.
     """
-    try:
-        hash(request)
-    except TypeError as error:
-        _refuse_unhashable(request)
-        raise TypeError(f"got an argument that is neither a tensor nor hashable: {error}") from error
+    check_hashable(request)
     return build_program(request, needs)
 
 
-def _refuse_unhashable(request: ProgramKey) -> None:
-    """Raises TypeError, naming the argument, for the first constant of a call that is not hashable."""
-    for name, value in constants(find_function(request.function), request.structure):
-        try:
-            hash(value)
-        except TypeError as error:
-            raise TypeError(f"{name}: got {type_name(value)}, want a torch.Tensor or a hashable constant") from error
+def check_hashable(call: ProgramKey | DynamicCall) -> None:
+    """Raises TypeError, naming the argument, if a constant of the call is not hashable."""
+    try:
+        hash(call)
+    except TypeError as error:
+        for name, value in constants(find_function(call.function), call.structure):
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"{name}: got {type_name(value)}, want a torch.Tensor or a hashable constant"
+                ) from error
+        raise TypeError(f"got an argument that is neither a tensor nor hashable: {error}") from error
 
 
 def build_program(request: ProgramKey, needs: tuple[bool, ...]) -> Program:

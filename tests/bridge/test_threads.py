@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge, masks
+from jax_kernels.bridge.interop import keyed_cache
 from jax_kernels.bridge.interop.keyed_cache import memoize, unique_name
 from jax_kernels.bridge.jax_functions import programs as module
 
@@ -99,6 +100,23 @@ def test_memoize_builds_once_and_names_are_unique():
     assert made == [1, "bad", "bad"]
     names = together(*[lambda: [unique_name("x") for _ in range(500)]] * 4)
     assert len(set(itertools.chain(*names))) == 2000
+
+
+def test_memoize_while_a_thread_clears():
+    class Key:
+        """A key whose hash drops all values, as another thread may at any time."""
+
+        def __hash__(self):
+            keyed_cache._FORGET[-1]()  # of `same`
+            return 0
+
+    same, key = memoize(lambda key: key), Key()
+    assert same(key) is key
+
+
+def test_compile_attention_makes_one_object():
+    compiled = lambda: bridge.compile_attention("causal", 24, 16, num_heads=1, dtype=torch.float32, device="cpu")
+    assert len(set(map(id, together(*[compiled] * 4)))) == 1
 
 
 def test_mask_is_copied_once(monkeypatch):

@@ -1,6 +1,7 @@
 """compile_attention for PyTorch tensors."""
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def compile_attention(
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device: got {place}, want a CPU or a CUDA device")
     mask_sources.check([pattern])
-    with here(place):
+    with here(place), _LOCK:
         compiled = ops.compile_attention(
             on_device(pattern, place) if isinstance(pattern, Mask) else pattern,
             seq_len,
@@ -176,7 +177,8 @@ def compile_attention(
             implementation=implementation,
             **options,
         )
-    return _kept(compiled, place, dtype, implementation)
+        return _kept(compiled, place, dtype, implementation)
 
 
 _kept = functools.lru_cache(ops.CACHED)(CompiledAttention)
+_LOCK = threading.RLock()  # so that threads that ask for the same attention at once get one object

@@ -88,7 +88,7 @@ def test_exported_program_raises_in_another_process(tmp_path):
 
 
 FORKED = """
-import os, signal, sys
+import os, signal, sys, threading
 import numpy as np
 import torch
 from jax_kernels import bridge
@@ -101,7 +101,7 @@ heads = torch.ones(1, 8, 2, 16)
 of_tensors, of_numpy = Segments(ids, ids), Segments(ids.numpy(), ids.numpy())
 linear, flax = bridge.nn.Linear(4, 4), {"kernel": np.ones((4, 4), np.float32)}
 CALLS = {
-    "from_jax": lambda: double(torch.ones(3)),
+    "from_jax": lambda: double(torch.ones(4)),
     "segments": lambda: masks.segments(ids),
     "dense": lambda: masks.dense(keep),
     "top_k_blocks": lambda: masks.top_k_blocks(torch.rand(1, 1, 2, 2), 1, block_size=4),
@@ -111,8 +111,11 @@ CALLS = {
     "to_flax": lambda: bridge.weights.to_flax(linear),
     "from_flax": lambda: bridge.weights.from_flax(flax),
 }
-if sys.argv[1] == "started":
-    double(torch.ones(3))
+is_tracing, is_over = threading.Event(), threading.Event()
+if sys.argv[1] == "started":  # the fork copies a lock that a thread holds while it traces a function
+    slow = bridge.from_jax(lambda x: is_tracing.set() or is_over.wait(60) and x)
+    threading.Thread(target=slow, args=[torch.ones(3)]).start()
+    is_tracing.wait()
 process = os.fork()
 if process == 0:
     signal.alarm(60)  # a call that waits for missing threads never ends
@@ -124,6 +127,7 @@ if process == 0:
             print(f"{name}: {error}", flush=True)
     os._exit(0)
 os.waitpid(process, 0)
+is_over.set()
 """
 
 

@@ -3,6 +3,7 @@
 import enum
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -27,6 +28,7 @@ def dilated(*inputs, **options):
     return bridge.dilated_attention(*inputs, segment_lengths=[8, 16], dilation_rates=[1, 2], **options)
 
 
+FACTORS = np.ones(3, np.float32)
 # By name: (a call of tensors, the tensors of a size, the sizes).
 CALLS = {
     "dilated_attention": (dilated, qkv, (16, 20)),
@@ -310,6 +312,12 @@ def test_second_derivative_raises():
     (gradient,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         gradient.sum().backward()
+
+
+def test_unhashable_constant_is_named():
+    scaled = bridge.from_jax(lambda x, factors: x * factors)
+    with pytest.raises(TypeError, match=r"^factors: got numpy\.ndarray, want a torch\.Tensor or a hashable constant"):
+        torch.compile(lambda x: scaled(x, FACTORS), backend="eager")(random(3))
 
 
 def test_exported_dynamic_program_trains():

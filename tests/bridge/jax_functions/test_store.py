@@ -1,6 +1,7 @@
 """The store of named values: which values it keeps, builds again, and loses."""
 
 import gc
+import sys
 import threading
 
 import pytest
@@ -110,3 +111,18 @@ def test_look_up_does_not_wait_for_a_build(built):
     found.set()
     thread.join()
     assert len(values) == 2
+
+
+def test_alive_while_a_thread_adds(built):
+    values, _ = built
+    thread = threading.Thread(target=lambda: [values.add("name", Value(key)) for key in range(3000)])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        while thread.is_alive():
+            values.alive()
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert len(values.alive()) == 3000
