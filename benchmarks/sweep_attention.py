@@ -75,8 +75,8 @@ STAGES = {64: (3, 4, 2, 5), 128: (2, 3, 4), 256: (2, 1)}
 # Backward on Hopper, by head_dim: the largest block_q for which the kernel has registers.
 BACKWARD_SM90_BLOCK_Q = {64: 128, 128: 64, 256: 64}
 BACKWARD_SM90_STAGES = ((2, 2), (2, 1), (3, 2), (1, 1), (3, 1), (3, 3))
-ROTATE = (5, 0, 1, 3, 7, 11)  # full attention only: causal work starts at the diagonal
-HEADS_TOGETHER = (1, 4, 2, 8, 16)
+Q_LOOP_STAGGER = (5, 0, 1, 3, 7, 11)  # full attention only: causal work starts at the diagonal
+HEAD_GROUP = (1, 4, 2, 8, 16)
 # Triton: (block_q, block_kv), num_warps and num_stages.
 FORWARD_TRITON = ((128, 64), (128, 128), (64, 64), (128, 32), (64, 128), (64, 32))
 # (block_q_dkv, block_kv_dkv, block_q_dq, block_kv_dq)
@@ -110,7 +110,7 @@ def _listed(implementation: str, direction: str, head_dim: int, causal: bool) ->
         return [c for c in configs if forward_sm90_bytes(c, width) <= SHARED_MEMORY]
     if (implementation, direction) == ("mosaic_gpu", "bwd"):
         block_q = BACKWARD_SM90_BLOCK_Q[width]
-        orders = [(0, h) for h in HEADS_TOGETHER] if causal else [(r, h) for h in (1, 4) for r in ROTATE]
+        orders = [(0, h) for h in HEAD_GROUP] if causal else [(r, h) for h in (1, 4) for r in Q_LOOP_STAGGER]
         configs = [
             AttentionBackwardSm90(block_q, q, do, q_loop_stagger, heads)
             for (q, do), (q_loop_stagger, heads) in itertools.product(BACKWARD_SM90_STAGES, orders)

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class FlashArguments[Value]:
     """The arguments of one call of flash_attention, by name, as the caller gave them. Nothing is checked yet.
 
-    Value: the type of the arrays: jax.Array, or torch.Tensor in the bridge. A number may be an
-    array without axes.
+    Value: the type of the arrays: jax.Array, or torch.Tensor in the bridge. A number may be an array without axes.
     """
 
     query: Value

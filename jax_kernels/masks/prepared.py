@@ -24,6 +24,15 @@ class PreparedMask(Composite):
     def terms(self, negated):
         return self.mask.terms(negated)
 
+    def restricted(self, piece):
+        return self.mask.restricted(piece)
+
+    def of_heads(self, first, count):
+        return self.mask.of_heads(first, count)
+
+    def keeps_none(self, queries, keys):
+        return self.mask.keeps_none(queries, keys)
+
     def block_counts(self, grid):
         return self.mask.block_counts(grid)
 

@@ -11,8 +11,8 @@ class MatmulSm90:
     """Blocks of the Hopper matmul: 64 rows for each of compute_wgs warpgroups, and block_n columns.
 
     block_n: columns of a work tile. A gated unit has half of the columns, of w and of w_up.
-    stages: the number of stages of the ring in shared memory, each with 64 values of the inner dimension, or 128 values
-      of 8 bits. The kernel uses fewer stages if shared memory lacks room.
+    stages: the number of stages of the pipeline in shared memory, each with 64 values of the inner dimension, or 128
+      values of 8 bits. The kernel uses fewer stages if shared memory lacks room.
     row_group: the number of rows of work tiles that run at the same time. The L2 cache holds their x.
     promoted_steps: the number of steps after which 8-bit matmuls, which accumulate with 14 bits, are added to float32
       sums.
@@ -205,9 +205,9 @@ class MatmulLowBitTriton:
 class MatmulLowBitSm90:
     """Blocks of the Hopper matmul of low-bit weights: 64 columns for each of compute_wgs warpgroups.
 
-    stages: the number of stages of the ring in shared memory, each with 128 bytes of each column; the kernel uses fewer
-    if shared memory lacks room. cluster_join: whether the CTAs that split a work tile's inner dimension, 2, 4 or 8, are
-    a cluster, add their sums and run the epilogue. Otherwise a second launch does.
+    stages: the number of stages of the pipeline in shared memory, each with 128 bytes of each column; the kernel uses
+    fewer if shared memory lacks room. cluster_join: whether the CTAs that split a work tile's inner dimension, 2, 4 or
+    8, are a cluster, add their sums and run the epilogue. Otherwise a second launch does.
     """
 
     compute_wgs: int

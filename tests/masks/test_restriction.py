@@ -12,6 +12,7 @@ from jax_kernels import masks
 from jax_kernels.masks.block_lists import block_status
 from jax_kernels.masks.mask import node, static
 from jax_kernels.masks.placed_mask import Placed
+from jax_kernels.masks.prepared import PreparedMask
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 from tests.support.cases import tiers
 from tests.support.cases.masks import CASES, B, H, S, T
@@ -145,6 +146,16 @@ def test_some_heads(name):
     }[name]
     found = jax.jit(lambda first: mask.of_heads(first, 2).to_dense(24, 24))(jnp.int32(1))
     np.testing.assert_array_equal(found, mask.to_dense(24, 24)[:, 1:3])
+
+
+def test_a_prepared_mask_answers_as_the_mask_that_was_prepared():
+    cells = np.array([[[1, 0], [0, 1]], [[0, 1], [1, 0]]], bool)[None]
+    mask = masks.block_sparse(cells, 12) & masks.sliding_window(20, 0)
+    prepared = PreparedMask(mask, ())
+    assert not Placed(prepared, jnp.array([12]), jnp.array([0]), lengths=(12, 24)).is_evaluated
+    np.testing.assert_array_equal(prepared.of_heads(1, 1).to_dense(24, 24), mask.to_dense(24, 24)[:, 1:])
+    assert prepared.of_heads(0, 1).keeps_none(range(12), range(12, 24))
+    assert prepared.keeps_none(range(3), range(12, 24))
 
 
 @node

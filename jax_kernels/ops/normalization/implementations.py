@@ -61,7 +61,7 @@ def _supports_mosaic(request: NormRequest) -> str | None:
     if request.quantize is not None:
         return "it has no quantized output; Triton's kernel has one"
     if request.dtype == "float32":
-        return "its rings in shared memory are for rows of bfloat16 and float16, not of float32"
+        return "its pipelines in shared memory are for rows of bfloat16 and float16, not of float32"
     if row_warps_of(request.columns, 1) is None and not _is_clustered(request):
         return (
             "it needs columns that are a multiple of 128 up to 2048, of 512 up to 8192 or of 1024 up to 16384, "

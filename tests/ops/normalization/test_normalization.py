@@ -57,7 +57,7 @@ def test_hopper_on_gpu(name):
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("columns", [1024, 4096, 8192, 16384])
 def test_hopper_serves_every_block_spec_row_on_gpu(columns, op):
-    """The rings of slots are reused many times."""
+    """The slots of the pipelines are reused many times."""
     check(Case((4099, columns), op, has_residual=op == "rms_norm", weights="bfloat16"), "mosaic_gpu")
 
 

@@ -106,7 +106,7 @@ def test_passes(transposed):
         assert not unmasked(of_values, value, array(2, dtype="int32"))
 
 
-# Triton kernels that run with the Hopper kernels: gradients of a bias and a score_mod's arrays, far rows, mask bits.
+# Triton kernels that run with the Hopper kernels: gradients of a bias and a score_mod's arrays, large rows, mask bits.
 BESIDE_HOPPER = {
     "bias": {"bias": "hts", "bias_gradient": True},
     "bias_by_key": {"bias": "bs", "bias_gradient": True, "kv_lengths": True},
