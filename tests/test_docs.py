@@ -166,8 +166,8 @@ def test_the_support_matrix_has_the_plans_of_the_library(hook):
     import jax.numpy as jnp
 
     from jax_kernels import explain, layer_norm
-    from jax_kernels.cli.ops import spec
     from jax_kernels.dispatch import on_device
+    from jax_kernels.testing.typical_call import spec
 
     matrix = hook("support_matrix")
     columns = {column.title: column for column in matrix._columns()}
