@@ -1,9 +1,9 @@
 """The public names on the reference pages of jax_kernels and jax_kernels.bridge.
 
-A line "::: names of X, Y" of such a page stands for an entry of each public name that X or Y defines. X and Y are
-folders, modules or single names, relative to the package. A name goes to the line that has the name itself, else to
-that of its module, else to that of the nearest folder. A heading is left out if its line has no names. The build fails
-for a public name that goes to no line.
+A line "::: names of X, Y" of such a page becomes an entry for each public name that X or Y defines. X and Y are
+folders, modules or single names, relative to the package. A name goes to the line with the name itself, else to the
+line with its module, else to the line with its nearest folder. A heading is left out if its line has no names. The
+build fails for a public name without a line.
 """
 
 import ast
@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"reference/ops.md": "jax_kernels", "reference/bridge.md": "jax_kernels.bridge"}
-LINE = re.compile(r"^(?P<heading>#.*\n\n)?::: names of (?P<places>.*\n)", re.MULTILINE)
+LINE = re.compile(r"^(?P<heading>#.*\n\n)?::: names of (?P<sources>.*\n)", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -29,29 +29,29 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def with_entries(markdown: str, package: str) -> str:
     """The text with an entry for each public name of the package."""
-    places = [place for line in LINE.finditer(markdown) for place in _places(line)]
-    found: dict[str, list[str]] = {place: [] for place in places}
-    if len(found) < len(places):
-        raise PluginError(f"reference of {package}: got {places}, want each folder, module or name once")
+    sources = [source for line in LINE.finditer(markdown) for source in _sources(line)]
+    found: dict[str, list[str]] = {source: [] for source in sources}
+    if len(found) < len(sources):
+        raise PluginError(f"reference of {package}: got {sources}, want each folder, module or name once")
     for path in _public_names(package):
         parts = path.split(".")
         above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        place = next((place for place in above if place in found), None)
-        if place is None:
+        source = next((source for source in above if source in found), None)
+        if source is None:
             raise PluginError(
                 f"reference of {package}: no line has {path}, its module or a folder; add it below a heading"
             )
-        found[place].append(f"::: {package}.{parts[-1]}\n")
+        found[source].append(f"::: {package}.{parts[-1]}\n")
 
     def entries(line: re.Match[str]) -> str:
-        text = "\n".join(entry for place in _places(line) for entry in found[place])
+        text = "\n".join(entry for source in _sources(line) for entry in found[source])
         return text and f"{line['heading'] or ''}{text}"
 
     return LINE.sub(entries, markdown)
 
 
-def _places(line: re.Match[str]) -> list[str]:
-    return line["places"].strip().split(", ")
+def _sources(line: re.Match[str]) -> list[str]:
+    return line["sources"].strip().split(", ")
 
 
 def _public_names(package: str) -> Iterator[str]:
