@@ -44,13 +44,55 @@ def public_names(module: str) -> set[str]:
     return {f"{module}.{name}" for name in names if is_public(name)} - INTERNAL
 
 
+def reference_page(uri: str, hook) -> str:
+    """A page of docs/reference/, with the entries that the hook writes."""
+    text, packages = (ROOT / "docs" / uri).read_text(), hook("reference_pages").PACKAGES
+    return hook("reference_pages").with_entries(text, packages[uri]) if uri in packages else text
+
+
 @pytest.mark.parametrize("module", MODULES)
-def test_the_reference_has_every_public_name(module):
-    text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    documented = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+def test_the_reference_has_every_public_name_once(module, hook):
+    uris = [f"reference/{page.name}" for page in (ROOT / "docs" / "reference").glob("*.md")]
+    documented = re.findall(r"^::: (\S+)$", "".join(reference_page(uri, hook) for uri in uris), re.MULTILINE)
+    assert len(documented) == len(set(documented))
     names = public_names(module)
     assert len(names) >= 15
-    assert not names - documented
+    assert not names - set(documented)
+
+
+@pytest.mark.parametrize(
+    ("lines", "want"),
+    [
+        (
+            "## A\n\n::: names of ops.f.f, ops\n\n## B\n\n::: names of ops.x\n",
+            "## A\n\n::: p.f\n\n::: p.g\n\n::: p.C\n\n",
+        ),
+        ("# P\n\n## A\n\n::: names of ops.f\n\n::: names of ops\n", "# P\n\n## A\n\n::: p.g\n\n::: p.f\n\n::: p.C\n"),
+    ],
+)
+def test_lines_of_names_become_entries(hook, monkeypatch, lines, want):
+    pages = hook("reference_pages")
+    monkeypatch.setattr(pages, "_public_names", lambda package: ["ops.f.g", "ops.f.f", "ops.deep.c.C"])
+    assert pages.with_entries(lines, "p") == want
+
+
+def test_a_public_name_without_a_heading_raises(hook):
+    pages = hook("reference_pages")
+    with pytest.raises(pages.PluginError, match=r"no line has compilation\.compile_kernels, its module or a folder"):
+        pages.with_entries("## A\n\n::: names of ops, masks\n", "jax_kernels")
+    with pytest.raises(pages.PluginError, match=r"got \['ops', 'ops'\], want each folder, module or name once"):
+        pages.with_entries("::: names of ops\n\n::: names of ops\n", "jax_kernels")
+
+
+@pytest.mark.parametrize("uri", ["reference/ops.md", "reference/bridge.md"])
+def test_lines_of_names_have_folders_modules_and_names(hook, uri):
+    pages = hook("reference_pages")
+    paths = [f"{path}." for path in pages._public_names(pages.PACKAGES[uri])]
+    lines = pages.LINE.finditer((ROOT / "docs" / uri).read_text())
+    sources = [source for line in lines for source in pages._sources(line)]
+    assert len(sources) >= 15
+    unknown = [source for source in sources if not any(path.startswith(f"{source}.") for path in paths)]
+    assert not unknown
 
 
 def rows_of_ops() -> list[tuple[str, list[str]]]:
@@ -77,12 +119,13 @@ def test_the_architecture_names_files_and_folders_that_exist():
 
 
 @pytest.mark.parametrize(("op", "cells"), rows_of_ops())
-def test_the_architecture_leads_from_an_op_to_files_that_have_it(op, cells):
+def test_the_architecture_leads_from_an_op_to_files_that_have_it(op, cells, hook):
     if len(cells) == 4:
         page, file, gradient, _ = cells
         assert f"def {op}(" in (ROOT / file).read_text()
         assert gradient == "none" or re.search("_bwd|vjp|backward", (ROOT / gradient).read_text())
-        assert op in (ARCHITECTURE.parent / re.search(r"\((.*)\)", page)[1]).read_text()
+        (path,) = re.findall(r"\(\.\./([^#]*).*\)", page)  # a guide, or the op's entry in the reference
+        assert op in reference_page(path, hook)
     else:
         _, tests, bridge = cells
         assert op in (ROOT / tests).read_text()
@@ -166,8 +209,8 @@ def test_the_support_matrix_has_the_plans_of_the_library(hook):
     import jax.numpy as jnp
 
     from jax_kernels import explain, layer_norm
-    from jax_kernels.cli.ops import spec
     from jax_kernels.dispatch import on_device
+    from jax_kernels.testing.typical_call import spec
 
     matrix = hook("support_matrix")
     columns = {column.title: column for column in matrix._columns()}

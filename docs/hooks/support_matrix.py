@@ -15,8 +15,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from jax_kernels import dispatch, quantize
-from jax_kernels.cli.ops import AXIS, OPS, Op, spec
+from jax_kernels.cli.ops import OPS
 from jax_kernels.device import _GPUS, CPU, DeviceInfo, device_info
+from jax_kernels.testing.typical_call import AXIS, TypicalCall, spec
 
 URI = "reference/support_matrix.md"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -42,7 +43,7 @@ class Case:
 
     label: str
     variant: str
-    op: Op
+    op: TypicalCall
     dtype: str
 
 
@@ -86,7 +87,7 @@ def _cases() -> dict[str, Iterator[Case]]:
     return {name: _cases_of(name, op) for name, op in OPS.items()}
 
 
-def _cases_of(name: str, op: Op) -> Iterator[Case]:
+def _cases_of(name: str, op: TypicalCall) -> Iterator[Case]:
     for dtype in [op.dtype] if op.dtype else DTYPES:
         yield Case(dtype, name, op, dtype)
     with_precision = lambda precision: dataclasses.replace(op, arguments={**op.arguments, "precision": precision})
@@ -98,7 +99,7 @@ def _cases_of(name: str, op: Op) -> Iterator[Case]:
             yield Case(f"bfloat16, {low_bit} weights", f"{name} {low_bit}", _with_weights(op, low_bit), "bfloat16")
 
 
-def _with_weights(op: Op, low_bit: str) -> Op:
+def _with_weights(op: TypicalCall, low_bit: str) -> TypicalCall:
     """The op on 16 rows, with low-bit weights."""
     (_, inner), *weights = op.shapes
     quantized = [jax.eval_shape(lambda w: quantize(w, low_bit), spec(shape, "float32")) for shape in weights]

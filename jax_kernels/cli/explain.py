@@ -17,8 +17,9 @@ from jax_kernels import dispatch
 from jax_kernels.cli import UserError
 from jax_kernels.cli import explain_options as options
 from jax_kernels.cli.info import find_device
-from jax_kernels.cli.ops import AXIS, OPS, on_devices
+from jax_kernels.cli.ops import OPS
 from jax_kernels.spelling import did_you_mean
+from jax_kernels.testing.typical_call import AXIS, on_devices
 
 __all__ = ["COMMANDS", "OpGroup"]
 

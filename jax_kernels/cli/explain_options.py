@@ -16,8 +16,9 @@ import numpy as np
 import typer
 
 from jax_kernels.cli import UserError
-from jax_kernels.cli.ops import OPS, spec
+from jax_kernels.cli.ops import OPS
 from jax_kernels.spelling import did_you_mean
+from jax_kernels.testing.typical_call import spec
 
 __all__ = [
     "NOT_OPTIONS",

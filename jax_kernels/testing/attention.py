@@ -18,10 +18,12 @@ from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing.attention_cases import ATTENTION_CASES, GPU_ATTENTION_CASES, AttentionCase
 from jax_kernels.testing.refusals import refusal
+from jax_kernels.testing.typical_call import TypicalCall
 
 __all__ = [
     "ATTENTION_CASES",
     "GPU_ATTENTION_CASES",
+    "TYPICAL",
     "AttentionCase",
     "AttentionResults",
     "attention_float64",
@@ -328,3 +330,6 @@ def tolerance_of(case: AttentionCase, arrays, want: AttentionResults) -> dict[st
         else:
             bounds[name] = max(1.1 * error, float(jnp.finfo(case.dtype).eps) / 8)
     return bounds
+
+
+TYPICAL = {"flash_attention": TypicalCall(flash_attention)}

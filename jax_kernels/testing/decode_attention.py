@@ -11,8 +11,21 @@ import numpy as np
 from jax_kernels.ops.attention.decode_attention import decode_attention
 from jax_kernels.testing.attention import rms_error
 from jax_kernels.testing.refusals import refusal
+from jax_kernels.testing.typical_call import TypicalCall
 
-__all__ = ["CASES", "LONG", "QUICK", "DecodeCase", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
+__all__ = [
+    "CASES",
+    "LONG",
+    "QUICK",
+    "TYPICAL",
+    "DecodeCase",
+    "arrays_of",
+    "definition",
+    "errors",
+    "errors_by",
+    "run",
+    "why_not",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +117,9 @@ _LONG = (
 LONG = {case.name: case for case in _LONG}
 # `jax-kernels check` runs these cases without --full.
 QUICK = ("plain", "everything", "pages_32_everything", "alibi", "masked_odd")
+TYPICAL = {
+    "decode_attention": TypicalCall(decode_attention, implementations=("mosaic_gpu", "triton", "xla"), q_length=1),
+}
 
 
 def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:

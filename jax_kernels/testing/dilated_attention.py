@@ -19,8 +19,9 @@ from jax_kernels.reference import dilated_attention as reference
 from jax_kernels.testing.attention import rms_error
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.ring_attention import AXIS, mesh_of
+from jax_kernels.testing.typical_call import LENGTH, TypicalCall
 
-__all__ = ["CASES", "GPU", "DilatedCase", "errors_of", "run", "run_sharded", "why_not", "why_not_sharded"]
+__all__ = ["CASES", "GPU", "TYPICAL", "DilatedCase", "errors_of", "run", "run_sharded", "why_not", "why_not_sharded"]
 
 # The bounds of out, of lse and of the gradients. out is rounded once in a branch and once in the merge; gradients are
 # rounded in each branch.
@@ -186,4 +187,16 @@ GPU = {
     "long_packed": _long((512, 2048), (1, 4), packed=True, is_causal=True),
     "long_partition": _long((1024, 1024), (4, 4), layout="partition"),
     "long_hilbert": _long((512, 2048), (2, 4), order="hilbert", is_causal=True),
+}
+_PATTERN = {"segment_lengths": (LENGTH // 2,), "dilation_rates": (2,)}
+TYPICAL = {
+    "dilated_attention": TypicalCall(
+        dilated_attention, implementations=("mosaic_gpu", "triton", "xla"), arguments=dict(_PATTERN)
+    ),
+    "sequence_parallel_dilated_attention": TypicalCall(
+        sequence_parallel_dilated_attention,
+        implementations=("mosaic_gpu", "triton", "xla"),
+        arguments=_PATTERN | {"axis_name": AXIS},
+        devices=8,
+    ),
 }

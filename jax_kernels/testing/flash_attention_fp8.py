@@ -12,8 +12,21 @@ from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
 from jax_kernels.quantization import quantize_fp8
 from jax_kernels.testing.attention import rms_error
 from jax_kernels.testing.refusals import refusal
+from jax_kernels.testing.typical_call import TypicalCall
 
-__all__ = ["CASES", "LONG", "QUICK", "Fp8Case", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
+__all__ = [
+    "CASES",
+    "LONG",
+    "QUICK",
+    "TYPICAL",
+    "Fp8Case",
+    "arrays_of",
+    "definition",
+    "errors",
+    "errors_by",
+    "run",
+    "why_not",
+]
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -73,6 +86,11 @@ LONG = {
 }
 # `jax-kernels check` runs these cases without --full.
 QUICK = ("causal", "lengths", "odd", "head_dim_64")
+TYPICAL = {
+    "flash_attention_fp8": TypicalCall(
+        flash_attention_fp8, implementations=("mosaic_gpu", "xla"), dtype="float8_e4m3fn"
+    ),
+}
 
 
 def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:

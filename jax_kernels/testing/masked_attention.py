@@ -13,12 +13,14 @@ from jax_kernels.masks.arrays import BlockSparse
 from jax_kernels.ops.attention.block_sparse_attention import block_sparse_attention
 from jax_kernels.ops.attention.dynamic_mask_attention import dynamic_mask_attention
 from jax_kernels.testing.attention_cases import ATTENTION_CASES, GPU_ATTENTION_CASES, AttentionCase
+from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
 
 __all__ = [
     "BLOCK_SPARSE",
     "DYNAMIC_MASK",
     "GPU_BLOCK_SPARSE",
     "GPU_DYNAMIC_MASK",
+    "TYPICAL",
     "KvHeadsCase",
     "block_sparse",
     "dynamic_mask",
@@ -92,4 +94,12 @@ DYNAMIC_MASK = _with_mask(ATTENTION_CASES) | {
 GPU_BLOCK_SPARSE = _with_pattern(GPU_ATTENTION_CASES)
 GPU_DYNAMIC_MASK = _with_mask(GPU_ATTENTION_CASES) | {
     "long_kv_heads": _long("long_kv_heads", mask="bhts", bias="hs", is_causal=True),
+}
+TYPICAL = {
+    "dynamic_mask_attention": TypicalCall(
+        dynamic_mask_attention, arguments={"mask": spec((1, 1, LENGTH, LENGTH), "bool")}
+    ),
+    "block_sparse_attention": TypicalCall(
+        block_sparse_attention, arguments={"block_mask": np.ones((LENGTH // 128, LENGTH // 128), bool)}
+    ),
 }

@@ -13,8 +13,9 @@ from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
 from jax_kernels.testing import largest_error
 from jax_kernels.testing.refusals import refusal
+from jax_kernels.testing.typical_call import LENGTH, TypicalCall
 
-__all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of", "why_not"]
+__all__ = ["CASES", "GPU", "HOPPER", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,4 +198,14 @@ GPU = {
     "split": Case((5, 4096), 2048, activation="silu", has_residual=True, bias="float32"),
     "split_odd": Case((33, 4001), 1001, out_dtype="float32", transpose_w=True),
     "split_gated": Case((64, 4096), 1024, activation="silu", is_gated=True),
+}
+TYPICAL = {
+    "matmul": TypicalCall(
+        matmul, implementations=("mosaic_gpu", "triton", "xla"), shapes=((LENGTH, 4096), (4096, 4096))
+    ),
+    "gated_matmul": TypicalCall(
+        gated_matmul,
+        implementations=("mosaic_gpu", "triton", "xla"),
+        shapes=((LENGTH, 4096), (4096, 4096), (4096, 4096)),
+    ),
 }

@@ -11,8 +11,9 @@ import numpy as np
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.matmul.mlp import mlp
 from jax_kernels.testing.refusals import refusal
+from jax_kernels.testing.typical_call import LENGTH, TypicalCall
 
-__all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of", "why_not"]
+__all__ = ["CASES", "GPU", "HOPPER", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,4 +153,9 @@ GPU = {
     "many": Case((1000, 1024), 2048, 512, has_biases=True, activation="gelu"),
     "many_gated": Case((1024, 512), 3072, 512, is_gated=True, transpose_w=True),
     "few": Case((8, 2048), 1024, 2048, is_gated=True, has_residual=True),
+}
+TYPICAL = {
+    "mlp": TypicalCall(
+        mlp, implementations=("mosaic_gpu", "triton", "xla"), shapes=((LENGTH, 1024), (1024, 4096), (4096, 1024))
+    ),
 }

@@ -12,11 +12,13 @@ import numpy as np
 from jax_kernels.ops.normalization.normalization import layer_norm, rms_norm
 from jax_kernels.testing import largest_error
 from jax_kernels.testing.refusals import refusal
+from jax_kernels.testing.typical_call import LENGTH, TypicalCall
 
 __all__ = [
     "CASES",
     "HOPPER",
     "LONG",
+    "TYPICAL",
     "Case",
     "errors_by",
     "errors_of",
@@ -209,4 +211,8 @@ HOPPER = {
     "wide_two_warpgroups": Case((3, 13312), "rms_norm"),
     "four_warpgroups": Case((7, 16384), has_residual=True, drift=8.0),
     "rms_four_warpgroups": Case((5, 16384), "rms_norm", has_residual=True, weights="bfloat16", eps=0.5),
+}
+TYPICAL = {
+    name: TypicalCall(op, implementations=("triton", "mosaic_gpu", "xla"), shapes=((LENGTH, 4096),))
+    for name, op in OPS.items()
 }

@@ -17,10 +17,10 @@ from jax_kernels.ops.ring.ring_attention import ring_attention
 from jax_kernels.testing.attention import errors_of_attention
 from jax_kernels.testing.attention_cases import AttentionCase
 from jax_kernels.testing.refusals import refusal
+from jax_kernels.testing.typical_call import AXIS, TypicalCall
 
-__all__ = ["AXIS", "CASES", "GPU", "RingCase", "errors_of", "mesh_of", "ring", "why_not"]
+__all__ = ["AXIS", "CASES", "GPU", "TYPICAL", "RingCase", "errors_of", "mesh_of", "ring", "why_not"]
 
-AXIS = "sequence"
 TOKENS, ROWS = PartitionSpec(None, AXIS), PartitionSpec(None, None, AXIS)
 
 
@@ -139,3 +139,4 @@ GPU = _cases(
     _long("long_mask", pattern="long_global", strategy="ring"),
     _long("long_bias", bias="ts", is_causal=True),
 )
+TYPICAL = {"ring_attention": TypicalCall(ring_attention, arguments={"axis_name": AXIS}, devices=8)}

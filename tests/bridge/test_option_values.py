@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import jax_kernels
 from jax_kernels import bridge, masks
 from jax_kernels.bridge.operators import call_cache
+from jax_kernels.cli.ops import OPS
 from tests.support.cases.cached_calls import BLOCKS, IDS, LENGTHS, random
 
 T, H, D = 24, 4, 16
@@ -232,6 +233,19 @@ LEFT_OUT = {
     "initialize_distributed", "linear", "memory_report", "prepare_mask", "quantize_weights",
     "ring_attention", "sequence_parallel_dilated_attention", "shard_sequence", "unshard_sequence",
 }  # fmt: skip
+
+
+def typical_case(op: str):
+    """A case from the typical call of an op: its arrays with few values, and each of its numbers and half of it."""
+    call = OPS[op]
+    given = {
+        name: random(*(min(size, 8) for size in shape))
+        for name, shape in zip(inspect.signature(call.function).parameters, call.shapes, strict=False)
+    }
+    return given, {name: (x, x / 2) for name, x in call.arguments.items() if isinstance(x, float)}
+
+
+CASES |= {op: typical_case(op) for op in OPS if hasattr(bridge, op) and op not in {*CASES, *LEFT_OUT}}
 # Arguments that raise for every value except one, or change no value.
 RAISING = {
     "dropout_p", "block_table", "kernel_options", "return_attn_probs of flash_dmattn_func",
