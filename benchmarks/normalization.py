@@ -33,7 +33,7 @@ from harness.timing import Contender, alternate, spread
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.inputs.normalization import NormOptions
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.block_specs.normalization_specs import NormSm90
 from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 
 SHAPES = "32768,4096;16384,8192;65536,1024;8192,16384"

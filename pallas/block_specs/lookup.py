@@ -11,6 +11,7 @@ from typing import Any
 
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.matmul_specs import LowBitCall, MatmulCall, MatmulLowBitRow, MatmulRow
+from jax_kernels.pallas.block_specs.normalization_specs import NormRow
 from jax_kernels.pallas.block_specs.record import BlockSpecs, first, sm_name
 from jax_kernels.pallas.block_specs.sm80 import SM80
 from jax_kernels.pallas.block_specs.sm90 import SM90
@@ -23,7 +24,6 @@ from jax_kernels.pallas.block_specs.specs import (
     DilatedLaunches,
     DqueryCall,
     Fp8Call,
-    NormRow,
     RingCall,
     RingRow,
     TimedGpu,

@@ -5,14 +5,13 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitRow, MatmulOrder, MatmulRow
+from jax_kernels.pallas.block_specs.normalization_specs import NormOrder, NormRow
 from jax_kernels.pallas.block_specs.specs import (
     AttentionDecodeRow,
     AttentionDqueryRow,
     AttentionFp8Row,
     AttentionRow,
     DilatedLaunches,
-    NormOrder,
-    NormRow,
     RingRow,
     TimedGpu,
 )

@@ -11,8 +11,9 @@ from jax_kernels.pallas.block_specs.matmul_specs import (
     MatmulRow,
     MatmulTriton,
 )
+from jax_kernels.pallas.block_specs.normalization_specs import NormBackwardTriton, NormOrder, NormRow, NormTriton
 from jax_kernels.pallas.block_specs.record import BlockSpecs, measured
-from jax_kernels.pallas.block_specs.specs import H200, NormBackwardTriton, NormOrder, NormRow, NormTriton
+from jax_kernels.pallas.block_specs.specs import H200
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton as Decode

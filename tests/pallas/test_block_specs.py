@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.normalization_specs import NormOrder, NormRow, NormTriton
 from jax_kernels.pallas.block_specs.record import first
 from jax_kernels.pallas.block_specs.sm86 import SM86
 from jax_kernels.pallas.block_specs.sm90 import SM90
-from jax_kernels.pallas.block_specs.specs import H200, NormOrder, NormRow, NormTriton
+from jax_kernels.pallas.block_specs.specs import H200
 
 SPECS = list(block_specs.BLOCK_SPECS.values())
 

@@ -14,7 +14,7 @@ from jax_kernels.ops import unsupported
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel, no_calls, with_batch
 from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
+from jax_kernels.pallas.block_specs.normalization_specs import NormBackwardTriton
 from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90
 from jax_kernels.pallas.normalization.sm90 import forward as forward_sm90
 from jax_kernels.pallas.normalization.sm90.traits import cluster_of, row_warps_of

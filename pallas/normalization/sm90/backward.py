@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
-from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.block_specs.normalization_specs import NormSm90
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import RegisterLayout

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.normalization import NormInputs, NormOptions, NormResult
-from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.block_specs.normalization_specs import NormSm90
 from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.registers import as_float32

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.normalization import NormOptions
-from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.block_specs.normalization_specs import NormSm90
 from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.mosaic import interpreter
 

@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.normalization_specs import NormRow, NormSm90
 from jax_kernels.pallas.block_specs.sm80 import SM80
 from jax_kernels.pallas.block_specs.sm90 import SM90
-from jax_kernels.pallas.block_specs.specs import NormRow, NormSm90
 from jax_kernels.testing import normalization as testing_normalization
 from jax_kernels.testing.normalization import Case as Call
 

@@ -17,7 +17,7 @@ from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
 from jax_kernels.inputs.normalization import NormInputs, NormOptions
 from jax_kernels.ops.normalization.implementations import _by_joined_rows
-from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.block_specs.normalization_specs import NormSm90
 from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 from jax_kernels.reference import normalization as reference
 from tests.support.cases import ids, norm_blocks
