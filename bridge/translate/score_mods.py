@@ -22,7 +22,7 @@ from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.translate import captures, function_identity, torch_to_jnp
 from jax_kernels.bridge.translate.captures import Path
-from jax_kernels.masks.arrays import reads
+from jax_kernels.masks.checks import reads
 
 __all__ = [
     "Function",

@@ -98,73 +98,8 @@ def from_function(
         raise TypeError(f"function: got {type(function).__name__}, want a function (b, h, q, k) -> bool")
     sizes = [None if x is None else checks.integer(name, x, 0) for name, x in (("batch", batch), ("heads", heads))]
     leaves = tuple(checks.array("arrays", x, "arrays") for x in arrays)
-    _check_elementwise(function, leaves, *sizes)
+    checks.elementwise(function, leaves, *sizes)
     return Function(leaves, function, *(1 if size is None else size for size in sizes))
-
-
-_WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in their joint shape"
-
-
-def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | None, heads: int | None) -> None:
-    """Raises TypeError or ValueError unless the function is an elementwise predicate of (b, h, q, k, *arrays).
-
-    It is traced, and if its arrays are known it is evaluated for a few indices: arrays of indices and single indices
-    must give the same values. batch, heads: None if the function may not use b, or h.
-    """
-    sizes = (*(1 if size is None else min(size, 2) for size in (batch, heads)), 3, 4)
-    axes = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes))
-    known = not any(isinstance(x, jax.core.Tracer) for x in arrays)
-    shape = jax.ShapeDtypeStruct((), jnp.int32)
-    try:
-        program, whole = jax.make_jaxpr(function, return_shape=True)(*axes, *arrays)
-        one = jax.eval_shape(function, *[shape] * 4, *arrays)
-    except Exception as error:
-        if checks.is_empty_lookup(error):
-            return  # a call with an empty array has no pair
-        reason = str(error).split("\n")[0]
-        raise TypeError(f"function: raised {type(error).__name__} when traced, {_WANT} ({reason})") from error
-    for result, want in ((whole, sizes), (one, ())):
-        if not isinstance(result, jax.ShapeDtypeStruct):
-            raise TypeError(f"function: got a {type(result).__name__} from it, {_WANT}")
-        if result.dtype != bool:
-            raise TypeError(f"function: got dtype {result.dtype} from it, {_WANT}")
-        if result.shape != want and not _broadcasts(result.shape, want):
-            raise ValueError(f"function: got shape {result.shape} from it for indices of shape {want}, {_WANT}")
-    for index, name, size in ((0, "batch", batch), (1, "heads", heads)):
-        if size is None and reads(program.jaxpr, index):
-            raise ValueError(
-                f"{name}: got None with a function that uses {'bh'[index]}, want the number that it distinguishes"
-            )
-    if not known:
-        return
-    with jax.ensure_compile_time_eval():
-        flat = [jnp.asarray(np.broadcast_to(x, sizes).ravel()) for x in axes]
-        together = function(*map(jnp.asarray, axes), *arrays)
-        each = jax.vmap(lambda b, h, q, k: function(b, h, q, k, *arrays))(*flat)
-        if any(isinstance(x, jax.core.Tracer) for x in (together, each)):
-            return
-        if not np.array_equal(np.broadcast_to(together, sizes).ravel(), each):
-            raise ValueError(f"function: got other values for arrays of indices than for each index, {_WANT}")
-
-
-def reads(program: Any, index: int) -> bool:
-    """Whether a jaxpr uses its argument number `index`.
-
-    A jitted function in the program that only has the argument as an unused parameter does not count.
-    """
-    argument = program.invars[index]
-    if any(x is argument for x in program.outvars):
-        return True
-    for equation in program.eqns:
-        called = equation.params["jaxpr"].jaxpr if str(equation.primitive) == "jit" else None
-        places = [i for i, x in enumerate(equation.invars) if x is argument]
-        if any(called is None or reads(called, i) for i in places):
-            return True
-    return False
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return len(shape) <= len(to) and all(x in (1, y) for x, y in zip(shape[::-1], to[::-1], strict=False))
 
 
 def _within(index: Any, size: int) -> Any:
