@@ -1,0 +1,214 @@
+"""Checks and plans a call of ring_attention: its strategies, layout, mask and implementation."""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jax_kernels.inputs.attention import FlashArguments
+from jax_kernels.masks import Mask
+from jax_kernels.masks.arrays import Segments
+from jax_kernels.masks.limits import joined_band, without_band
+from jax_kernels.ops import checks
+from jax_kernels.ops.attention import flash_attention
+from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
+from jax_kernels.ops.attention.flash_attention import OP
+from jax_kernels.ops.ring import halo
+from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size, not_an_axis
+from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.specs import RingRow
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
+
+__all__ = ["STRATEGIES", "layout_of", "prepare"]
+
+
+STRATEGIES = ("ring", "halo", "all_to_all", "all_gather", "auto")
+
+
+def prepare(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    axis_name: str,
+    layout: str | None,
+    strategy: str,
+    scale: float | None,
+    softcap: float | None,
+    deterministic: bool | None,
+    precision: str | None,
+    implementation: str | None,
+    sends_ahead: int | None = None,
+    mask: Mask | None = None,
+    bias: Float[Array, "*#BHTS"] | None = None,
+    **arguments: Any,
+) -> tuple[RingCall, RingArrays]:
+    """Checks and plans a call of ring_attention. Returns (call, arrays), the arguments of attention_of.
+
+    The named parameters are ring_attention's. arguments: its other arguments, which flash_attention takes too, such as
+    segment_ids. Raises the errors that ring_attention documents. Must run inside the jax.shard_map.
+    """
+    devices = axis_size(axis_name)
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:  # e.g. a vmap's axis, along which no array varies
+        raise not_an_axis(axis_name)
+    options: dict[str, Any] = {
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    if isinstance(arguments.get("segment_ids"), tuple | list):
+        raise TypeError("segment_ids: got a pair, want one array: queries and keys are of the same tokens")
+    if "segment_ids" in arguments:
+        arguments["segment_ids"] = checks.ranked_over(axis_name, arguments["segment_ids"])
+    request, inputs = check(FlashArguments(query=query, key=key, value=value, scale=scale, **options, **arguments))
+    is_empty = 0 in (request.batch, request.q_length, request.heads)
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if request.q_length != request.kv_length:
+        raise ValueError(f"key: got {request.kv_length} tokens, want query's {request.q_length}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: got {strategy!r}, want one of {', '.join(map(repr, STRATEGIES))}")
+    if sends_ahead is not None:
+        checks.check_number("sends_ahead", sends_ahead)
+        if sends_ahead != int(sends_ahead) or sends_ahead < 1:
+            raise ValueError(f"sends_ahead: got {sends_ahead}, want an int of 1 or more, or None")
+        if strategy not in ("ring", "auto"):
+            raise ValueError(f"sends_ahead: got {sends_ahead} with strategy={strategy!r}, want None: it is for rings")
+    left, right = request.window or (-1, -1)
+    limits: Any = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
+    if mask is not None:
+        mask = _checked_mask(mask, devices, request)
+        mask, *limits = (None, *limits) if is_empty else without_band(mask, *limits)
+    is_free = mask is None and tuple(limits) == (None, None) and bias is None and inputs.score_mod is None
+    arrangement = layout_of(layout, devices, request.q_length, *limits, is_free=is_free)
+    ids = inputs.q_segment_ids
+    if ids is None:
+        mask, ids = _without_segments(mask, arrangement, lax.axis_index(axis_name), query.shape[0])
+    query, scale = checks.with_positive_scale(query, scale)
+    scores = request.batch, request.heads, request.q_length, devices * request.q_length
+    bias = checked_bias(bias, scores, query.dtype)
+    if is_empty:  # no device computes anything
+        OP.choose(request, implementation)  # raises for a name that cannot be served
+        ids = bias = None
+    arrays = RingArrays(query, key, value, ids, inputs.sinks, mask, inputs.score_mod, bias)
+    arrays = as_varying(arrays, varying_axes(arrays) | {axis_name})
+    options = options | {"scale": scale}
+    row = block_specs.ring_row(
+        request.device.compute_capability,
+        tokens=request.q_length,
+        is_windowed=arrangement.limits["window"] is not None,
+    )
+    strategies = "ring", "ring"
+    if not is_empty:
+        strategies = _strategies(strategy, row, arrangement, arrays, is_free=sends_ahead is None)
+    call = RingCall(
+        layout=arrangement,
+        axis_name=axis_name,
+        strategy=strategies[0],
+        differentiated=strategies[1],
+        sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
+        permutes_up_to=row.permutes_up_to,
+        dead=() if mask is None else arrangement.dead_steps(joined_band(mask, *limits)),
+        by_xla=implementation == "xla"
+        or (implementation is None and flash_attention.OP.choose(request).implementation == "xla"),
+        options=tuple(options.items()),
+    )
+    return call, arrays
+
+
+def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays, *, is_free: bool) -> tuple[str, str]:
+    """(strategy of a call, strategy of the call under differentiation): "auto" is replaced by a strategy.
+
+    strategy: the argument of ring_attention. row: the block spec of rings for this GPU and length. is_free: whether the
+    caller gave no sends_ahead, so that "auto" may choose another strategy than "ring".
+
+    Raises:
+      ValueError: the strategy is "halo", and it does not support the call.
+    """
+    against_halo = _reason_against_halo(layout, arrays)
+    if strategy == "halo" and against_halo is not None:
+        raise ValueError(against_halo)
+    if strategy != "auto":
+        return strategy, strategy
+    strategy = row.strategy
+    if (strategy == "halo" and (against_halo or not is_free)) or (
+        strategy == "all_gather" and layout.name == "striped"
+    ):
+        strategy = "ring"
+    is_short = strategy == "halo" and max(layout.left or 0, layout.right or 0) <= row.halo_share * layout.chunk
+    divides = layout.devices > 1 and arrays.key.shape[2] % layout.devices == 0
+    by_heads = is_free and divides and not is_short and arrays.bias is None and _may_be_by_heads(arrays.mask)
+    return strategy, row.differentiated if row.differentiated and by_heads else strategy
+
+
+def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
+    """The mask, checked for the lengths of the whole sequence. request: of one device's tokens.
+
+    Raises TypeError for another type than masks.Mask, and ValueError for sizes that do not fit.
+    """
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; masks.dense makes one "
+            "of an array"
+        )
+    length = devices * request.q_length
+    return checked_mask(mask, (request.batch, request.heads, length, length)).unprepared
+
+
+def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int) -> tuple[Mask | None, Any]:
+    """(the mask without its masks.segments, the segment ids of this device's tokens [batch, T]).
+
+    Only a `segments` with one array of ids for queries and keys is taken out, alone or as a factor of &. Then the rest
+    of the mask may be None. Without one, returns (mask, None). index: this device's index, traced.
+    """
+    parts = () if mask is None else mask.factors
+    for part in parts:
+        if isinstance(part, Segments) and part.q_ids is part.kv_ids:
+            rest = [other for other in parts if other is not part]
+            ids = jnp.broadcast_to(part.q_ids[:, layout.places(index)], (batch, layout.length))
+            return (functools.reduce(operator.and_, rest) if rest else None), ids
+    return mask, None
+
+
+def _reason_against_halo(layout: Layout, arrays: RingArrays) -> str | None:
+    """The reason, in words for the user, why strategy="halo" does not support a call; None if it does."""
+    for name in ("mask", "score_mod", "bias"):
+        if getattr(arrays, name) is not None:
+            return f"{name}: got one with strategy='halo', want None, or another strategy"
+    return halo.reason_against(layout)
+
+
+def _may_be_by_heads(mask: Mask | None) -> bool:
+    """Whether "auto" may use "all_to_all" with this mask.
+
+    It may not if the mask cannot be restricted to some heads, or is known only pair by pair: a ring then evaluates
+    fewer pairs.
+    """
+    if mask is None:
+        return True
+    try:
+        return not mask.is_evaluated and mask.of_heads(0, 1) is not None
+    except NotImplementedError:
+        return False
+
+
+def layout_of(
+    name: str | None, devices: int, length: int, left: int | None, right: int | None, *, is_free: bool
+) -> Layout:
+    """The checked Layout of ring_attention. Raises ValueError for an unknown name, or a length that does not fit.
+
+    name: None chooses "zigzag", or "contiguous" if is_free. length: the tokens of one device. left, right: the limits
+    of the mask, None for no limit. is_free: whether the order of the tokens has no effect on the result.
+    """
+    name = ("contiguous" if is_free else "zigzag") if name is None else name
+    if name not in LAYOUTS:
+        raise ValueError(f"layout: got {name!r}, want one of {', '.join(map(repr, LAYOUTS))}, or None")
+    if name == "zigzag" and length % 2:
+        raise ValueError(f"query: got {length} tokens on each device with layout='zigzag', want an even number")
+    # One device has all tokens in sequence order.
+    return Layout(name="contiguous" if devices == 1 else name, devices=devices, length=length, left=left, right=right)
