@@ -1,7 +1,5 @@
 """Multi-head attention as an nnx module, with rotary embedding and a key-value cache of static shape."""
 
-import dataclasses
-import functools
 from typing import Any, overload
 
 import jax
@@ -21,6 +19,7 @@ from jax_kernels.models.config import (
     dtype_name,
     positive_number,
 )
+from jax_kernels.models.layers.kv_cache import KVCache, append, check_length
 from jax_kernels.models.layers.linear import Linear
 from jax_kernels.models.parallel.sharding import (
     ShardingRules,
@@ -39,46 +38,6 @@ from jax_kernels.plain_numbers import plain_arguments
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["KVCache", "MultiHeadAttention", "rotary_embedding"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys and values of the tokens so far; a pytree whose shapes never change, so that jit compiles once.
-
-    key, value: [B, max_length, num_kv_heads, head_dim]; the keys are already rotated.
-    length: int32, the number of filled positions: a scalar for all sequences, or [B].
-
-    Pad prompts of different lengths at the end to one length, run them together, and then set their lengths. The next
-    tokens of each sequence overwrite its padding::
-
-        out, cache = attention(prompts, cache=attention.init_cache(B, max_length))
-        cache = cache.with_length(lengths)  # [B]; the prompt's last output is out[b, lengths[b] - 1]
-        out, cache = attention(tokens, cache=cache)
-    """
-
-    key: jax.Array
-    value: jax.Array
-    length: jax.Array
-
-    @property
-    def max_length(self) -> int:
-        return self.key.shape[1]
-
-    @property
-    def lengths(self) -> jax.Array:
-        """The length of each sequence, int32 [B], for decode_attention's kv_lengths."""
-        return jnp.broadcast_to(self.length, self.key.shape[:1])
-
-    def with_length(self, length: Any) -> "KVCache":
-        """The cache with the same keys and values and another length, an integer or integers [B].
-
-        Raises ValueError or TypeError for another shape or dtype, and ValueError for a known length that is below 0 or
-        above max_length.
-        """
-        cache = dataclasses.replace(self, length=jnp.asarray(length))
-        _check_length(cache, new_tokens=0)
-        return dataclasses.replace(cache, length=cache.length.astype(jnp.int32))
 
 
 @under_defaults
@@ -304,7 +263,7 @@ class MultiHeadAttention(nnx.Module):
             arguments = {} if segment_ids is None else {"segment_ids": segment_ids}
             return self._project(attend(query, key, value, mask, **arguments))
 
-        cache = _append(cache, key, value)
+        cache = append(cache, key, value)
         key, value = cache.key.astype(self.dtype), cache.value.astype(self.dtype)
         if self._decodes(query, mask):
             out = decode_attention(
@@ -407,7 +366,7 @@ class MultiHeadAttention(nnx.Module):
                 f"cache: got key {cache.key.shape} and value {cache.value.shape}, want [batch, max_length, "
                 f"num_kv_heads, head_dim] = [{batch}, max_length, {self.num_kv_heads}, {self.head_dim}]"
             )
-        _check_length(cache, new_tokens=length)
+        check_length(cache, new_tokens=length)
 
     def _heads(
         self, x: jax.Array, start: int | jax.Array, positions: jax.Array | None
@@ -464,29 +423,6 @@ def _check_positions(positions: jax.Array, batch: int, length: int) -> None:
         raise TypeError(f"positions: got dtype {positions.dtype}, want integers")
 
 
-def _check_length(cache: KVCache, *, new_tokens: int) -> None:
-    """Raises TypeError or ValueError unless the cache's length is an integer or integers [B] from 0 to max_length.
-
-    A known length must leave room for new_tokens more; a traced length is not checked.
-    """
-    batch, *_ = cache.key.shape
-    if not jnp.issubdtype(cache.length.dtype, jnp.integer):
-        raise TypeError(f"cache: got a length of dtype {cache.length.dtype}, want int32")
-    if cache.length.shape not in ((), (batch,)):
-        raise ValueError(f"cache: got a length of shape {cache.length.shape}, want a scalar or [batch] = ({batch},)")
-    if isinstance(cache.length, jax.core.Tracer) or cache.length.size == 0:
-        return
-    known = np.asarray(cache.length)
-    if known.min() < 0:
-        raise ValueError(f"cache: got a length of {known.min()}, want 0 or more")
-    if known.max() > cache.max_length:
-        raise ValueError(f"cache: got a length of {known.max()}, want at most max_length={cache.max_length}")
-    if known.max() + new_tokens > cache.max_length:
-        raise ValueError(
-            f"cache: got {new_tokens} tokens after {known.max()}, want at most max_length={cache.max_length} in all"
-        )
-
-
 def _is_free_or_array(mask: Any, batch: int) -> bool:
     """Whether decode_attention serves the mask: None, or a bool array whose batch axis has length 1 or `batch`."""
     if mask is None:
@@ -494,16 +430,3 @@ def _is_free_or_array(mask: Any, batch: int) -> bool:
     if isinstance(mask, masks.Mask) or getattr(mask, "dtype", None) != jnp.bool_:
         return False
     return len(mask.shape) < 4 or mask.shape[0] in (1, batch)
-
-
-def _append(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
-    """The cache with new keys and values [B, T, num_kv_heads, head_dim] written after each sequence's tokens."""
-
-    def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        new = new.astype(old.dtype)
-        if cache.length.ndim == 0:
-            return jax.lax.dynamic_update_slice_in_dim(old, new, cache.length, axis=1)
-        return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))(old, new, cache.length)
-
-    length = cache.length + key.shape[1]
-    return KVCache(key=write(cache.key, key), value=write(cache.value, value), length=length)

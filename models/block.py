@@ -1,0 +1,138 @@
+"""A block of the decoder: norms, attention and MLP, as an nnx module."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention
+from jax_kernels.models.layers.linear import GatedMLP
+from jax_kernels.models.layers.normalization import RMSNorm
+from jax_kernels.models.parallel.sharding import ShardingRules
+from jax_kernels.models.training.packing import Packed
+from jax_kernels.models.training.remat import recomputed
+from jax_kernels.ops.matmul.mlp import mlp
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = ["Block", "run_block", "stacked"]
+
+
+class Block(nnx.Module):
+    """A block of a decoder: x + attention(norm(x)), then x + mlp(norm(x)), with an RMSNorm before each."""
+
+    def __init__(self, config: TransformerConfig, *, rules: ShardingRules | None = None, rngs: nnx.Rngs) -> None:
+        rules = ShardingRules() if rules is None else rules
+        norm = lambda: RMSNorm(
+            config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
+        )
+        self.attention_norm = norm()
+        self.attention = self._attention(config, rules, rngs)
+        self.mlp_norm = norm()
+        self.mlp = GatedMLP(
+            config.model_dim,
+            config.mlp_dim or 0,
+            precision=config.precision,
+            scaling=config.scaling,
+            implementation=config.mlp_implementation,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+
+    def _attention(self, config: Any, rules: ShardingRules, rngs: nnx.Rngs) -> MultiHeadAttention:
+        """The attention module for this config; subclasses return another one."""
+        return MultiHeadAttention(
+            config.model_dim,
+            config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rope_theta=config.rope_theta,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            implementation=config.implementation,
+            projection_implementation=config.projection_implementation,
+            precision=config.precision,
+            scaling=config.scaling,
+            sequence_axis=config.sequence_axis,
+            sequence_strategy=config.sequence_strategy,
+            sequence_layout=config.sequence_layout,
+            rules=rules,
+            rngs=rngs,
+        )
+
+    @under_defaults
+    def __call__(
+        self, x: jax.Array, cache: KVCache | None = None, documents: Packed | None = None
+    ) -> tuple[jax.Array, KVCache | None]:
+        """(x after the block, the new cache or None). x: [B, T, model_dim].
+
+        cache: the keys and values of earlier tokens. documents: the ids and positions of packed documents, without a
+        cache.
+        """
+        if cache is None:
+            of_documents = {} if documents is None else documents._asdict()
+            attended = self.attention(self.attention_norm(x), **of_documents)
+        else:
+            attended, cache = self.attention(self.attention_norm(x), cache=cache)
+        normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
+        is_op = isinstance(self.mlp, GatedMLP) and self.mlp.gate_proj.precision is None
+        if self.attention.shares_tokens and is_op and cache is None:  # with a cache the tokens are not sharded
+            return self._mlp_over_devices(normed, x), cache
+        return self.mlp(normed, residual=x), cache
+
+    def _mlp_over_devices(self, normed: jax.Array, x: jax.Array) -> jax.Array:
+        """x + mlp(normed), both [B, T, model_dim], in a shard_map in which each device has its own tokens.
+
+        The rules' axis "mlp" may shard mlp_dim, over which down_proj sums. A kernel with a residual does not support
+        that, so the devices add their partial sums in float32, and then x.
+        """
+        mesh, rules, axis = jax.sharding.get_abstract_mesh(), self.attention.rules, self.attention.sequence_axis
+        assert axis is not None
+        up, down, gate = (
+            projection.kernel[...].astype(normed.dtype)
+            for projection in (self.mlp.up_proj, self.mlp.down_proj, self.mlp.gate_proj)
+        )
+        batch = rules.mesh_axes("batch", x.shape[0], mesh, (axis,))
+        wide = rules.mesh_axes("mlp", up.shape[1], mesh, (axis, *batch))
+
+        def local(normed: jax.Array, x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> jax.Array:
+            of = self.mlp.gate_proj
+            options = {"w_gate": gate, "activation": self.mlp.activation, "implementation": of.implementation}
+            if not wide:
+                return mlp(normed, up, down, residual=x, **options)
+            return x + jax.lax.psum(mlp(normed, up, down, **options).astype(jnp.float32), wide).astype(x.dtype)
+
+        rows, columns = P(batch or None, axis, None), P(None, wide or None)
+        specs = rows, rows, columns, P(wide or None, None), columns
+        return jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)(normed, x, up, down, gate)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "remat", "target"))
+def run_block(
+    state: Any, x: jax.Array, documents: Packed | None, *, graphdef: Any, remat: bool | str, target: Any
+) -> jax.Array:
+    """x after one block without a cache. It is traced and lowered once for all blocks of a model that are alike.
+
+    state, graphdef: the block, as nnx.split returns it. remat: as in TransformerConfig. target: (the device, whether
+    kernels are interpreted), part of jit's key, since the plans depend on it.
+    """
+    block = lambda state, x, documents: nnx.merge(graphdef, state)(x, documents=documents)[0]
+    return recomputed(block, remat)(state, x, documents)
+
+
+def stacked(states: Any, dtype: Any) -> Any:
+    """The states of all blocks as one state, whose arrays have a first axis for the blocks.
+
+    Parameter matrices are rounded to dtype here, the computation's, as their matmuls would round them. Stacking then
+    costs no extra pass over memory.
+    """
+
+    rounds = lambda x: isinstance(x, nnx.Param) and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    rounded = lambda x: x.replace(x[...].astype(dtype)) if rounds(x) else x
+    states = [jax.tree.map(rounded, state, is_leaf=is_variable) for state in states]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *states)
