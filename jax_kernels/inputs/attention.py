@@ -36,6 +36,13 @@ class FlashArguments[Value]:
     precision: str | None = None
     implementation: str | None = None
 
+    def by_name(self) -> dict[str, Any]:
+        """The arguments by name. (torch.compile of torch 2.11 does not support vars of a frozen dataclass.)"""
+        return {name: getattr(self, name) for name in ARGUMENT_NAMES}
+
+
+ARGUMENT_NAMES = tuple(field.name for field in dataclasses.fields(FlashArguments))
+
 
 class AttentionInputs(NamedTuple):
     """The arrays of a call. Arrays that a call lacks are None.

@@ -169,15 +169,16 @@ def flash_attention(
         known = masked_attention.lookup(statics, present) if by_function else _KNOWN.lookup(statics, present)
         if known is not None:
             return known(present)
-    given = FlashArguments(
+    arguments: dict[str, Any] = dict(  # noqa: C408
         query=query, key=key, value=value, bias=bias, mask=mask, is_causal=is_causal, window=window,
         segment_ids=segment_ids, kv_lengths=kv_lengths, q_offset=q_offset, score_mod=score_mod, sinks=sinks,
         scale=scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic, precision=precision,
         implementation=implementation,
     )  # fmt: skip
     if is_compiling and not by_function:
-        return _in_graph(**vars(given))
-    return _call(given, statics, present)
+        # Without a record: it would become a node of the graph.
+        return _in_graph(**arguments)
+    return _call(FlashArguments(**arguments), statics, present)
 
 
 _KNOWN = CallCache()
@@ -239,10 +240,10 @@ def _call(
     statics, present: the key under which the call is cached: its hashable part, or None for no caching, and the
     tensors. is_traced: whether the call is part of a graph of torch.compile.
     """
-    if plain := plain_options(ATTENTION, vars(given)):
+    if plain := plain_options(ATTENTION, given.by_name()):
         return _run_again(dataclasses.replace(given, **plain), is_traced=is_traced)
     if dtensors.are_in(given.query, given.key, given.value):
-        return dtensors.attention(flash_attention, vars(given))
+        return dtensors.attention(flash_attention, given.by_name())
     if float_masks.is_float(given.mask):
         mask, is_valid = float_masks.as_bool("mask", given.mask)
         return float_masks.or_nan(_run_again(dataclasses.replace(given, mask=mask), is_traced=is_traced), is_valid)
@@ -251,10 +252,10 @@ def _call(
     given = checked(given)
     check_statics(given)
     if statics is not None:
-        plan_query.raise_plan_if_asked(attention.flash_attention, given.query.device, **vars(given))
+        plan_query.raise_plan_if_asked(attention.flash_attention, given.query.device, **given.by_name())
     call = _operands(given)
     if statics is not None and (padded := _bucketed(given, call)) is not None:
-        return flash_attention(**vars(padded))
+        return flash_attention(**padded.by_name())
     results = _run(call, is_traced=is_traced)
     read = [x for x in call.tensors if x is not None]
     if statics is not None and torch_internals.is_plain_eager() and same_tensors(read, present):
@@ -264,14 +265,14 @@ def _call(
 
 def _run_again(given: FlashArguments[torch.Tensor], *, is_traced: bool) -> Outputs:
     """Runs a call whose arguments have changed, which may be a cached call now. is_traced: as in _call."""
-    return _call(given, None, (), is_traced=True) if is_traced else flash_attention(**vars(given))
+    return _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given.by_name())
 
 
 def _operands(given: FlashArguments[torch.Tensor]) -> Arguments:
     """Returns the arguments of the operators for a checked call without a Mask and without a score_mod."""
     q_ids, kv_ids = segment_pair(given.segment_ids)
     left, right = window_sides(given.window)
-    named = vars(given) | {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids, "window_left": left, "window_right": right}
+    named = given.by_name() | {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids, "window_left": left, "window_right": right}
     is_tensor = isinstance(given.q_offset, torch.Tensor)
     tensors = named | {"q_offset": given.q_offset if is_tensor else None}
     options = named | {"q_offset": 0 if is_tensor else given.q_offset}

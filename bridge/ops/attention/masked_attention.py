@@ -129,7 +129,7 @@ def masked_attention(given: FlashArguments[torch.Tensor], call: CallKey | None) 
     call: the key under which to cache this call; None if it is not to be cached. A call whose score_mod is created anew
     each time, or reads tensors, is never cached.
     """
-    arguments = dict(vars(checked(given)))
+    arguments = checked(given).by_name()
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     first = {name: arguments.pop(name) for name in ("bias", "sinks", "mask")}  # the order of the key's tensors
     apart = _split_closure(call, arguments)

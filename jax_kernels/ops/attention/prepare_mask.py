@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jax_kernels.inputs.attention import FlashArguments
+from jax_kernels.inputs.attention import ARGUMENT_NAMES, FlashArguments
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.checks import is_int
 from jax_kernels.masks.limits import dense_part
@@ -20,8 +20,6 @@ __all__ = ["prepare_mask"]
 
 # The arguments that limit keys by arrays, with the equivalent masks.
 _ARRAYS = {"segment_ids": "masks.segments(...)", "kv_lengths": "masks.prefix(...)"}
-
-_NAMES = {field.name for field in dataclasses.fields(FlashArguments)}
 
 
 @under_defaults
@@ -81,7 +79,7 @@ def prepare_mask(
     arguments["q_offset"] = offset
     mask, value = mask.unprepared, key if value is None else value
     for name in arguments:
-        if name not in _NAMES:
+        if name not in ARGUMENT_NAMES:
             raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
     request, inputs = check(FlashArguments(query=query, key=key, value=value, mask=mask, **arguments))
     request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # also for a mask's array
