@@ -17,7 +17,7 @@ else
 CUDA := ,cuda
 endif
 
-.PHONY: demo docs test test-all test-gpu test-sanitizer lint newest clean
+.PHONY: demo docs test test-all test-gpu test-sanitizer lint newest oldest clean
 
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
@@ -39,7 +39,7 @@ test-all: .venv/.dev lint docs
 	$(PYTEST) $(ARGS) $(FIRST)
 	$(PYTEST) $(ARGS) $(SECOND)
 	$(PYTEST) $(ARGS) $(THIRD)
-	$(MAKE) newest
+	$(MAKE) newest oldest
 
 test-gpu: .venv/.dev
 	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(BIN)/python -m pytest -m "gpu and not alone" -n 12 --dist=loadgroup $(ARGS)
@@ -64,6 +64,10 @@ docs: .venv/.dev
 newest: .venv-newest/.ready
 	.venv-newest/bin/python -m pytest -n 2 --dist=worksteal tests/test_import.py tests/ops/attention/test_flash_attention*.py tests/ops/attention/test_transforms.py tests/ops/attention/test_errors.py tests/ops/attention/test_decode_attention.py tests/ops/attention/test_score_mod.py -m "not gpu and not compile"
 
+# The bridge on the oldest PyTorch that pyproject.toml allows, in an environment of its own: torch.compile differs most.
+oldest: .venv-oldest/.ready
+	.venv-oldest/bin/python -m pytest -n 2 --dist=worksteal tests/bridge/operators tests/bridge/translate tests/bridge/jax_functions tests/bridge/ops/drop_in tests/bridge/ops/attention tests/bridge/test_derivatives.py -m "not gpu and not slow"
+
 .venv/.python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 12) else "Python 3.12 or newer is needed; set PYTHON=...")'
 	$(PYTHON) -m venv .venv
@@ -82,5 +86,10 @@ newest: .venv-newest/.ready
 	.venv-newest/bin/python -m pip install -q -e . 'pytest>=8.4' 'pytest-xdist>=3.7' 'pytest-timeout>=2.4' 'hypothesis>=6.130'
 	touch $@
 
+.venv-oldest/.ready: .venv/.python pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install -q -e '.[flax,torch,cli]' 'jax==$(JAX)' 'torch==2.11.*' 'pytest>=8.4' 'pytest-xdist>=3.7' 'pytest-timeout>=2.4' 'hypothesis>=6.130'
+	touch $@
+
 clean:
-	rm -rf .venv .venv-newest build dist site *.egg-info
+	rm -rf .venv .venv-newest .venv-oldest build dist site *.egg-info

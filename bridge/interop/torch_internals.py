@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
 from jax_kernels.bridge.interop.import_hooks import when_imported
@@ -22,6 +23,7 @@ __all__ = [
     "break_graph",
     "constant_in_graph",
     "empty_on_gpu",
+    "has_known_values",
     "is_batched",
     "is_forward_mode",
     "is_in_batch",
@@ -91,6 +93,15 @@ def is_plain_eager() -> bool:
         or is_forward_mode()
         or torch._C._get_tracing_state() is not None
     )
+
+
+def has_known_values(x: torch.Tensor) -> bool:
+    """Whether the host may read the values of x, without waiting for a GPU.
+
+    False on other devices than a CPU, in a graph or a trace, under torch.func, and for FakeTensors. torch.compile of
+    torch 2.11 calls the nodes of its graph with FakeTensors while torch.compiler.is_compiling() is False.
+    """
+    return x.device.type == "cpu" and is_plain_eager() and detect_fake_mode((x,)) is None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ different structures, and so do 1, 1.0, True and a member of an IntEnum. The str
 
 import collections
 import dataclasses
+import enum
 import operator
 import types
 from collections.abc import Hashable, Iterator
@@ -104,6 +105,8 @@ def _parts(value: Any) -> Hashable:
     A constant's structure has them because == may ignore them, as for 1 and True. Raises TypeError for a tensor among
     the parts, which would lose its gradient.
     """
+    if isinstance(value, enum.Enum):  # torch.compile of torch 2.11 cannot ask whether an Enum is a dataclass
+        return ()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return tuple(_part(value, getattr(value, name, None)) for name in names)

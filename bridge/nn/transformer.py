@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch._C import _functorch as functorch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
@@ -275,8 +275,7 @@ class Transformer(torch.nn.Module):
         if tokens.ndim != 2 or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             raise ValueError(f"tokens: got {dtype} {tuple(tokens.shape)}, want integers [batch, length]")
         most = self.embed.num_embeddings - 1
-        is_known = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_known and tokens.numel() and not functorch.is_functorch_wrapped_tensor(tokens):
+        if tokens.numel() and torch_internals.has_known_values(tokens):
             low, high = (int(x) for x in torch.aminmax(tokens))
             if low < 0 or high > most:
                 raise ValueError(f"tokens: got ids from {low} to {high}, want 0 to {most}")

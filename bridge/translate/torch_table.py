@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 from jax.scipy import special
 
@@ -78,14 +79,37 @@ def _is_number(x: Operand) -> bool:
 
 
 def _clamp(x: jax.Array, min: Operand | None = None, max: Operand | None = None) -> jax.Array:
-    """The form of torch.clamp. At a bound that is a number, x has gradient 0, as in torch; at a tensor's bound, 1/2."""
+    """The form of torch.clamp.
+
+    At a bound that is a number, x has gradient 0, and at a tensor's bound 1/2, as in torch from 2.14 on; at both 1, as
+    in torch before 2.14.
+    """
     if min is None and max is None:
         raise UnsupportedTorchOpError("calls torch.clamp without a bound, want min or max")
     if min is not None:
-        x = jnp.where(x <= min, min, x) if _is_number(min) else jnp.maximum(x, min)
-    if max is None:
-        return x
-    return jnp.where(x >= max, max, x) if _is_number(max) else jnp.minimum(x, max)
+        x = _at_least(x, min)
+    return x if max is None else _at_most(x, max)
+
+
+# Before torch 2.14, clamp, fmin and fmax give the whole gradient of a tie to their first argument.
+_TIES_SPLIT = torch.__version__ >= (2, 14)
+
+
+def _at_least(x: jax.Array, bound: Operand) -> jax.Array:
+    if _TIES_SPLIT:
+        return jnp.where(x <= bound, bound, x) if _is_number(bound) else jnp.maximum(x, bound)
+    return jnp.where((x < bound) | jnp.isnan(bound), bound, x)
+
+
+def _at_most(x: jax.Array, bound: Operand) -> jax.Array:
+    if _TIES_SPLIT:
+        return jnp.where(x >= bound, bound, x) if _is_number(bound) else jnp.minimum(x, bound)
+    return jnp.where((x > bound) | jnp.isnan(bound), bound, x)
+
+
+def _limited(x: jax.Array, low: float, high: float) -> jax.Array:
+    """x limited to low ... high. At both ends x has gradient 0, as in torch's functions that limit an input."""
+    return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
 
 
 def _abs(x: jax.Array) -> jax.Array:
@@ -137,11 +161,11 @@ def _gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
 
 
 def _hardtanh(x: jax.Array, min_val: float = -1.0, max_val: float = 1.0) -> jax.Array:
-    return _clamp(x, min_val, max_val)
+    return _limited(x, min_val, max_val)
 
 
 def _hardsigmoid(x: jax.Array) -> jax.Array:
-    return _clamp(x + 3.0, 0.0, 6.0) / 6.0
+    return _limited(x + 3.0, 0.0, 6.0) / 6.0
 
 
 def _leaky_relu(x: jax.Array, negative_slope: float = 0.01) -> jax.Array:
@@ -194,7 +218,7 @@ def _addcdiv(x: jax.Array, tensor1: jax.Array, tensor2: jax.Array, value: float 
 
 def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
     x = _floating(x)
-    return special.logit(x if eps is None else _clamp(x, eps, 1 - eps))
+    return special.logit(x if eps is None else _limited(x, eps, 1 - eps))
 
 
 def _copysign(x: jax.Array, y: Operand) -> jax.Array:
@@ -217,8 +241,16 @@ def _nan_to_num(
 
 
 def _without_nan(function: Callable[..., jax.Array]) -> Form:
-    """The form (x, y) of fmin or fmax. function: jnp.minimum or jnp.maximum. If one value is NaN, returns the other."""
-    return lambda x, y: jnp.where(jnp.isnan(x), y, jnp.where(jnp.isnan(y), x, function(x, y)))
+    """The form (x, y) of fmin or fmax. function: jnp.minimum or jnp.maximum. If one value is NaN, returns the other.
+
+    Equal values share the gradient, as in torch from 2.14 on; before, x has all of it.
+    """
+
+    def form(x, y):
+        found = jnp.where(jnp.isnan(x), y, jnp.where(jnp.isnan(y), x, function(x, y)))
+        return found if _TIES_SPLIT else jnp.where(x == y, x, found)
+
+    return form
 
 
 def _extreme(of_two: Form, of_all: Form) -> Form:
@@ -318,7 +350,7 @@ _ACTIVATIONS: dict[str, Form] = {
     **_named(unary(jax.nn.log_sigmoid), "logsigmoid", "log_sigmoid"),
     "softplus": _softplus,
     "relu": lambda x: jax.nn.relu(x),
-    "relu6": lambda x: _clamp(x, 0.0, 6.0),
+    "relu6": lambda x: _limited(x, 0.0, 6.0),
     "silu": lambda x: jax.nn.silu(x),
     "gelu": _gelu,
     "hardtanh": _hardtanh,

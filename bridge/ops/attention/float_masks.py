@@ -35,7 +35,7 @@ def as_bool(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
     is_valid = (keep | (mask == 0)).all()
     if mask.device.type == "meta":
         return keep, None
-    if mask.device.type != "cpu" or torch.compiler.is_compiling() or not torch_internals.is_plain_eager():
+    if not torch_internals.has_known_values(mask):
         return keep, is_valid
     if not bool(is_valid):
         raise ValueError(

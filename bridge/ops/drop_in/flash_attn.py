@@ -314,6 +314,7 @@ def check_slopes(slopes: torch.Tensor, q: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless alibi_slopes are float32 [H] or [B, H], for q [B, T, H, D]."""
     check_tensor("alibi_slopes", slopes, q)
     batch, heads = q.shape[0], q.shape[2]
-    if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((heads,), (batch, heads)):
+    shape = tuple(slopes.shape)
+    if slopes.dtype != torch.float32 or (shape != (heads,) and shape != (batch, heads)):
         want = f"torch.float32 [{heads}] or [{batch}, {heads}]"
         raise ValueError(f"alibi_slopes: got {slopes.dtype} {tuple(slopes.shape)}, want {want}")

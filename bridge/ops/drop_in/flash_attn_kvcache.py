@@ -323,17 +323,12 @@ def _check_int32(name: str, x: Any, q: torch.Tensor, shape: tuple[int | None, ..
         raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want torch.int32 [{axes}]")
 
 
-def _are_known(x: torch.Tensor) -> bool:
-    """Whether the host may read the tensor's values: it is on a CPU, and not in a graph or under torch.func."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.is_plain_eager()
-
-
 def _check_within(name: str, x: torch.Tensor, most: int, of: str) -> None:
     """Raises ValueError if an index in x is below 0 or not below `most`, where the host may read the values.
 
     name: the argument's name. of: the indexed items, such as "k_cache's rows", for the error.
     """
-    if _are_known(x) and x.numel() and not 0 <= int(x.min()) <= int(x.max()) < most:
+    if torch_internals.has_known_values(x) and x.numel() and not 0 <= int(x.min()) <= int(x.max()) < most:
         raise ValueError(f"{name}: got {int(x.min())} to {int(x.max())}, want indices of {of}, 0 to {most - 1}")
 
 
@@ -408,7 +403,7 @@ def _check_pages(cache: _Cache, lengths: torch.Tensor, new: int) -> None:
     Only values that the host may read are checked. lengths: int32 [B], the keys before the call. new: the number of new
     tokens of each sequence.
     """
-    if not _are_known(lengths) or not lengths.numel():
+    if not torch_internals.has_known_values(lengths) or not lengths.numel():
         return
     low, high = int(lengths.min()), int(lengths.max())
     if low < 0 or high + new > cache.capacity:
@@ -457,6 +452,6 @@ def _checked_rotary(
         if x.ndim != 2 or x.shape != cos.shape or not x.is_floating_point() or not 0 < 2 * x.shape[1] <= q.shape[3]:
             want = f"floats [positions, R / 2] with R at most {q.shape[3]}"
             raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want {want}, alike in both")
-    if _are_known(lengths) and lengths.numel() and (last := int(lengths.max()) + count) > cos.shape[0]:
+    if torch_internals.has_known_values(lengths) and lengths.numel() and (last := int(lengths.max()) + count) > cos.shape[0]:
         raise ValueError(f"rotary_cos: got {cos.shape[0]} positions, want {last} or more")
     return _Rotary(cos=cos, sin=sin, is_interleaved=is_interleaved)

@@ -278,7 +278,7 @@ def _checked_longest(name: str, starts: torch.Tensor, given: int) -> int:
     given = plain_of(f"max_seqlen_{name}", given)
     if isinstance(given, bool) or not isinstance(given, int | torch.SymInt):
         raise TypeError(f"max_seqlen_{name}: got {type(given).__name__}, want an int")
-    if len(starts) == 1 or starts.device.type != "cpu" or not torch_internals.is_plain_eager():
+    if len(starts) == 1 or not torch_internals.has_known_values(starts):
         return given
     longest = int(starts.diff().max())
     if given < longest:
