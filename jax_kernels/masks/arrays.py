@@ -117,6 +117,7 @@ class Segments(Mask):
     q_ids: Any
     kv_ids: Any
     is_shardable = True
+    is_arithmetic = True
 
     @property
     def batch(self) -> int:

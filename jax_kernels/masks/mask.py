@@ -82,6 +82,14 @@ class Mask:
         return type(self).terms is Mask.terms
 
     @property
+    def is_arithmetic(self) -> bool:
+        """Whether a kernel can evaluate `elements`: by arithmetic, and one look-up for each query and for each key.
+
+        For other masks a kernel reads bits.
+        """
+        return False
+
+    @property
     def is_restrictable(self) -> bool:
         """Whether block arithmetic can judge the mask's `restricted`. Otherwise a piece's pairs are evaluated."""
         return type(self).restricted is not Mask.restricted
@@ -357,6 +365,10 @@ class Composite(Mask):
     @property
     def is_evaluated(self) -> bool:
         return any(mask.is_evaluated for mask in self.parts)
+
+    @property
+    def is_arithmetic(self) -> bool:
+        return all(mask.is_arithmetic for mask in self.parts)
 
     @property
     def is_restrictable(self) -> bool:

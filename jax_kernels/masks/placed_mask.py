@@ -37,6 +37,10 @@ class Placed(Composite):
     shift: int = static(default=0)
 
     @property
+    def is_arithmetic(self) -> bool:
+        return False  # a position is a look-up of its piece
+
+    @property
     def is_evaluated(self) -> bool:
         return self.mask.is_evaluated or not self.mask.is_restrictable
 

@@ -94,6 +94,7 @@ class Band(Mask):
     low: int | None = static()
     high: int | None = static()
     keeps_intervals = True
+    is_arithmetic = True
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -138,6 +139,7 @@ class _Numbered(Mask):
     limit: int | None
     limits: Any
     is_shardable = True
+    is_arithmetic = True
 
     @property
     def batch(self) -> int:
@@ -245,6 +247,7 @@ class Dilated(Mask):
     """A mask that keeps the pairs whose distance, p - j, is a multiple of `rate`."""
 
     rate: int = static()
+    is_arithmetic = True
 
     def terms(self, negated):
         if negated:

@@ -126,7 +126,7 @@ def _row(name: str, request: AttentionRequest):
         is_limited=request.window is not None or request.has_segment_ids,
         has_segments=request.has_segment_ids,
         dense_bits=request.dense_bits,
-        has_lists=request.has_lists and request.bias_shape is None,
+        has_lists=name == "mosaic_gpu" and request.has_lists and request.bias_shape is None,
         kv_length=request.kv_length,
     )
 
@@ -185,8 +185,6 @@ def _supports_triton(request: AttentionRequest) -> str | None:
     """The reason, in words for users, why the Triton kernels cannot serve the request; None if they can."""
     if reason := unsupported.below(request, (8, 0)):
         return reason
-    if request.has_mask:
-        return "it does not take a dense mask"
     if request.has_score_mod and request.bias_shape is not None:
         return "it does not take a score_mod with a bias"
     if request.not_in_tiles:
@@ -395,7 +393,7 @@ IMPLEMENTATIONS = {
     ),
     "triton": Implementation(
         "triton",
-        _without_mask_objects(_supports_triton),
+        _supports_triton,
         _config("triton"),
         kernel(forward_triton.attention_forward, "forward"),
         kernel(backward_triton.attention_backward, "backward"),

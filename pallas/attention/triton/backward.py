@@ -7,6 +7,8 @@ adds to another program's result: every run gives the same bits.
 The gradient of a bias is a third pass (triton/bias_gradient.py).
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,7 +20,8 @@ from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
-from jax_kernels.pallas.attention.triton.bias_gradient import gradient_of_tiles
+from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, gradient_of_tiles
+from jax_kernels.pallas.attention.triton.block_lists import ListedBlocks, with_mask_of_keys_as_bias
 from jax_kernels.pallas.attention.triton.common import (
     Queries,
     QueryPrograms,
@@ -28,6 +31,7 @@ from jax_kernels.pallas.attention.triton.common import (
     all_rows,
     bias_spec,
     block_loop,
+    kept_keys,
     limiting_arrays,
     load,
     load_rows,
@@ -36,6 +40,7 @@ from jax_kernels.pallas.attention.triton.common import (
     store,
     whole,
     whole_array,
+    whole_lists,
 )
 from jax_kernels.pallas.attention.triton.score_mod import array_gradients, operands_of, summed, tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
@@ -63,29 +68,35 @@ def attention_backward(
     block spec row.
     """
     del core_count  # one program per tile: nothing is persistent
-    bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
-    limiting = limiting_arrays(inputs, options)
-    dkey_blocks = TracedCall.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
-    dquery_blocks = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    bias = inputs.bias
+    inputs, options = with_mask_of_keys_as_bias(inputs, options)
+    whole = inputs._replace(bias=aligned(inputs.bias))
+    by_key_blocks, by_query_blocks = (config.block_q_dkv, config.block_kv_dkv), (config.block_q_dq, config.block_kv_dq)
+    dkey_blocks, _, key_lists = TracedCall.listed(whole, options, by_key_blocks, interpret, by="key")
+    dquery_blocks, inputs, query_lists = TracedCall.listed(whole, options, by_query_blocks, interpret, by="query")
+    limiting = limiting_arrays(inputs, dquery_blocks.options)
     rows = dout.astype(inputs.query.dtype), dquery_blocks.in_units(lse), delta, lse_lo
     operands = operands_of(dquery_blocks, inputs)
-    dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config)
-    dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config)
+    dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config, key_lists)
+    dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config, query_lists)
     dbias = None
     if bias is not None and options.bias_gradient:
-        dbias = gradient_of_tiles(inputs, *limiting, *rows, None, dquery_blocks, config)[..., : bias.shape[3]]
+        of_all = dataclasses.replace(dquery_blocks, options=options)
+        pairs = Pairs.of(whole, options, of_all)
+        dbias = gradient_of_tiles(whole, *limiting_arrays(whole, options), *rows, pairs, of_all, config)
+        dbias = dbias[..., : bias.shape[3]]
     dmod = None
     if inputs.score_mod is not None and options.score_mod_gradient:
         dmod = array_gradients(dquery_blocks, inputs, operands, by_query, by_key)
     return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
 
 
-def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call, config):
+def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call, config, lists):
     """[dkey, dvalue, *sums by key] from the pass whose programs own blocks of keys.
 
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
     q_ids, kv_ids: segment ids, or None. lse: in base 2, or in natural units if call.may_mask. operands: of the
-    score_mod, empty without one. sums by key: for each operand with an axis of keys that has a gradient, its gradient
+    score_mod, empty without one. lists: the block lists by key, or None. sums by key: for each operand with an axis of keys that has a gradient, its gradient
     summed over queries, [B, H, S] float32.
     """
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
@@ -107,6 +118,7 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call
         "lse_lo": None if lse_lo is None else (lse_lo, row_spec),
         "bias": None if bias is None else (bias, tile(bias)),
         "operands": [(x, tile(x)) for x in operands],
+        "lists": whole_lists(lists),
     }
     by_key = jax.ShapeDtypeStruct((len(key), call.heads, call.kv_length), jnp.float32)
     by_key_spec = pl.BlockSpec((None, heads, block_kv), lambda i, h, b: (b, h, i))
@@ -143,7 +155,7 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
     # Keys past the length need no predicate: their sums are dropped at the end. But if there are partial blocks anyway,
     # they get it: ptxas serialises a causal kernel's wgmma (C7515) if the number of partial blocks is constant.
     has_partial = limits.left >= 0 or limits.right >= 0
-    blocks = limits.query_blocks(kv_start, block_kv, block_q, call.q_length, among, predicate_at_end=has_partial)
+    in_range = limits.query_blocks(kv_start, block_kv, block_q, call.q_length, among, predicate_at_end=has_partial)
     k = load(refs.key, kv_start, limits.kv_length, call.head_dim)
     v = load(refs.value, kv_start, limits.kv_length, call.v_head_dim)
     columns = row_mask(kv_start, block_kv, call.columns)
@@ -152,7 +164,7 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
     by_key = summed(call, refs.operands, by_key=True)
 
     # Everything is transposed, [keys, queries], so that P^T and dS^T are first operands as they are.
-    def step(index, state, *, head, partial):
+    def step(index, state, *, head, blocks, partial):
         dk, dv, *sums = state
         start = blocks.at(index) * block_q
         rows = pl.ds(start, block_q)
@@ -171,7 +183,9 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
         p = call.exp2(s, lse[None, :], lse_lo)
         if call.mod is not None and masks[0] is not None:  # past the queries mod reads zeros, and may divide by zero
             p = jnp.where(masks[0][None, :], p, 0.0)
-        if partial:
+        if partial and isinstance(blocks, ListedBlocks):
+            p = jnp.where(blocks.keep(index), p, 0.0)
+        elif partial:
             ids = None
             if kv_ids is not None:
                 ids = load_rows(needed(refs.q_ids).at[rows], start, call.q_length, block_ranges.NO_QUERY)
@@ -186,7 +200,9 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
 
     def one_head(head, state):
         state = (*state, *(jnp.zeros((block_kv,), jnp.float32) for _ in by_key))
-        dk, dv, *sums = block_loop(blocks, lambda *args, **options: step(*args, head=head, **options), state)
+        own_head = first_head if head is None else first_head + head
+        blocks = in_range if refs.lists is None else refs.lists.of(batch_index, own_head, kv_index)
+        dk, dv, *sums = block_loop(blocks, functools.partial(step, head=head, blocks=blocks), state)
         for ref, x in zip(refs.outs[2:], sums, strict=True):
             x = jnp.where(keys < limits.kv_length, x, 0.0)
             plgpu.store(ref if head is None else ref.at[head], x, mask=row_mask(kv_start, block_kv, call.kv_length))
@@ -201,15 +217,15 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
     store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
 
 
-def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call, config):
+def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call, config, lists):
     """[dquery, *sums by query] from the pass whose programs own blocks of queries.
 
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
     q_ids, kv_ids: segment ids, or None. lse: in base 2, or in natural units if call.may_mask. operands: of the
-    score_mod, empty without one. sums by query: for each operand without an axis of keys that has a gradient, its
+    score_mod, empty without one. lists: the block lists by query, or None. sums by query: for each operand without an axis of keys that has a gradient, its
     gradient summed over keys, [B, H, T] float32.
     """
-    programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
+    programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands, lists)
     rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
     rows["lse_lo"] = None if lse_lo is None else (lse_lo, programs.row_spec)
     query, spec = inputs.query, programs.q_spec(call.head_dim)
@@ -236,7 +252,7 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
     q_start = q_index * block_q
     by_query = summed(call, refs.operands, by_key=False)
     limits = call.limits(refs, batch_index)
-    blocks = call.key_blocks(refs, limits, batch_index, q_index)
+    blocks = call.key_blocks(refs, limits, batch_index, head, q_index)
     rows = row_mask(q_start, block_q, call.q_length)
     q = load(refs.query, q_start, call.q_length, call.head_dim)
     dout = load(needed(refs.dout), q_start, call.q_length, call.v_head_dim)
@@ -258,10 +274,7 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
         s, pullback = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
         p = call.exp2(s, lse[:, None], lse_lo)
         if partial:
-            kv_ids = None
-            if q_ids is not None:
-                kv_ids = load_rows(needed(refs.kv_ids).at[these], start, call.kv_length, block_ranges.NO_KEY)
-            p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
+            p = jnp.where(kept_keys(refs, call, blocks, index, queries), p, 0.0)
         ds, doperands = pullback(p, p * (call.dot(dout, v, (1, 1)) - delta[:, None]))
         sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
         return (dq + call.dot(ds.astype(k.dtype), k, (1, 0)), *sums)

@@ -19,6 +19,7 @@ from jax_kernels.masks.arrays import dense
 from jax_kernels.masks.block_lists import block_status, packed_status
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.triton.block_lists import kept_bits
 from jax_kernels.pallas.attention.triton.common import (
     Queries,
     Refs,
@@ -40,7 +41,6 @@ from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.triton.tensors import both, iota, padded, reaches, row_mask
 
 DEAD, WHOLE = -2, -1  # of Pairs.entries
-WORD = 32  # bits
 
 
 class Pairs(NamedTuple):
@@ -112,7 +112,8 @@ def is_kept(refs: Refs, call: TracedCall, tile: Tile) -> jax.Array:
         places = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
         return load_tile(refs.mask, *places, masks, *of_head(refs.mask))
     entry = needed(refs.entries)[(*of_head(refs.entries), tile.q_index, tile.kv_index)]
-    return (entry != DEAD) & _kept(needed(refs.words), entry, call)
+    is_kept = kept_bits(needed(refs.words), jnp.maximum(entry, 0), call.block_kv)
+    return (entry == WHOLE) | ((entry != DEAD) & is_kept)
 
 
 def bias_gradient(
@@ -277,12 +278,3 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
     (dbias_ref,) = refs.outs
     plgpu.store(dbias_ref, acc.astype(dbias_ref.dtype), mask=both(rows, columns, acc.shape))
 
-
-def _kept(words: Ref, entry: Index, call: TracedCall) -> jax.Array:
-    """Which pairs of a block that is not dead the mask keeps: bool [block_q, block_kv]. entry: from Pairs.entries."""
-    keys, of_block = iota(call.block_kv)[None, :], jnp.maximum(entry, 0)
-    load_word = lambda i: plgpu.load(words.at[of_block, jnp.int32(i), :])[:, None]
-    word = load_word(0)
-    for i in range(1, words.shape[1]):
-        word = jnp.where(keys // WORD == i, load_word(i), word)
-    return ((word >> keys % WORD) & 1 != 0) | (entry == WHOLE)

@@ -18,6 +18,12 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.attention.triton.block_lists import (
+    ListedBlocks,
+    Lists,
+    lists_of,
+    without_listed_limits,
+)
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, Slice, needed
 from jax_kernels.pallas.triton.tensors import both, fit, iota, padded, row_mask
@@ -40,7 +46,7 @@ class Refs(NamedTuple):
     number of keys, and the first query with keys. lse (base 2, or natural units if TracedCall.may_mask), delta, lse_lo:
     float32 of each query, for a backward. operands: values that a score_mod reads. Only for the gradients of large
     rows: sums, the gradients so far of query, key and value; and large, int32 [B, Hkv], nonzero for key heads with
-    large rows. outs: the arrays that the kernel writes.
+    large rows. lists: the block lists of a mask. outs: the arrays that the kernel writes.
     """
 
     query: Ref
@@ -62,6 +68,7 @@ class Refs(NamedTuple):
     sums: tuple[Ref, ...] = ()
     large: Ref | None = None
     operands: tuple[Ref, ...] = ()
+    lists: Lists[Ref] | None = None
     outs: tuple[Ref, ...] = ()
 
 
@@ -106,6 +113,22 @@ class TracedCall:
             interpret=interpret,
             mod=None if inputs.score_mod is None else split(inputs.score_mod),
         )
+
+    @classmethod
+    def listed(
+        cls, inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[int, int], interpret: bool, *, by: str
+    ) -> tuple["TracedCall", AttentionInputs, Lists[jax.Array] | None]:
+        """(the static facts, the inputs, the block lists) of a call. With lists, they alone hold the limits of keys.
+
+        blocks: (block_q, block_kv). by: "query" or "key", the side whose blocks the programs own. The lists are None
+        without a mask.
+        """
+        call = cls.of(inputs, options, *blocks, interpret)
+        lists = lists_of(inputs, options, (call.block_q, call.block_kv), by=by)
+        if lists is None:
+            return call, inputs, None
+        inputs, options = without_listed_limits(inputs, options)
+        return dataclasses.replace(call, options=options), inputs, lists
 
     @property
     def may_mask(self) -> bool:
@@ -156,9 +179,11 @@ class TracedCall:
         )
 
     def key_blocks(
-        self, refs: Refs, limits: block_ranges.Limits, batch_index: Index, q_index: Index
-    ) -> block_ranges.BlockRange:
-        """The blocks of keys that block of queries number q_index visits, inside a kernel."""
+        self, refs: Refs, limits: block_ranges.Limits, batch_index: Index, head: Index, q_index: Index
+    ) -> "block_ranges.BlockRange | ListedBlocks":
+        """The blocks of keys that block of queries number q_index of a query head visits, inside a kernel."""
+        if refs.lists is not None:
+            return refs.lists.of(batch_index, head, q_index)
         among = None
         if refs.ranges is not None:
             among = block_ranges.among(refs.ranges, batch_index, q_index)
@@ -266,7 +291,7 @@ def run(
 ) -> tuple[jax.Array, ...]:
     """Runs kernel(refs, call=call, **rest) as a pallas_call over `grid`, and returns the arrays that it writes.
 
-    ins: the inputs by the names of Refs: an (array, BlockSpec) pair, a list of pairs, or None. outs: (ShapeDtypeStruct,
+    ins: the inputs by the names of Refs: an (array, BlockSpec) pair, a list or Lists of pairs, or None. outs: (ShapeDtypeStruct,
     BlockSpec) pairs. If ins has "sums", the outs use the memory of these arrays: values that no program writes stay.
     """
     before = jax.tree.leaves([x for key, x in ins.items() if key != "sums"], is_leaf=lambda x: isinstance(x, tuple))
@@ -328,6 +353,11 @@ def whole(
     return pl.BlockSpec((None, all_rows(length, block), heads, padded(head_dim)), full_index_map)
 
 
+def whole_lists(lists: Lists[jax.Array] | None) -> Lists[tuple[jax.Array, pl.BlockSpec]] | None:
+    """The block lists as inputs for `run`: every program has the whole arrays."""
+    return None if lists is None else jax.tree.map(whole_array, lists)
+
+
 def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
     """(x, the BlockSpec that gives every program the whole array), for look-ups; None without an array."""
     return None if x is None else (x, pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim))
@@ -337,12 +367,17 @@ class QueryPrograms:
     """The operands of a kernel whose programs (i, h, b) own a block of queries of head h of batch entry b each.
 
     A program loops over the keys. limiting: (bounds, segment ids of queries, segment ids of keys), as limiting_arrays
-    returns them. operands: the arrays that a score_mod reads. Attributes: `grid`; `ins`, the inputs for `run`;
+    returns them. operands: the arrays that a score_mod reads. lists: the block lists by query, or None. Attributes: `grid`; `ins`, the inputs for `run`;
     `q_block`, the function from i to the block of queries; `row_spec`, the BlockSpec of an array [B, H, T].
     """
 
     def __init__(
-        self, call: TracedCall, inputs: AttentionInputs, limiting: Limiting, operands: Sequence[jax.Array | None] = ()
+        self,
+        call: TracedCall,
+        inputs: AttentionInputs,
+        limiting: Limiting,
+        operands: Sequence[jax.Array | None] = (),
+        lists: Lists[jax.Array] | None = None,
     ):
         bounds, q_ids, kv_ids = limiting
         block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
@@ -360,6 +395,7 @@ class QueryPrograms:
             "value": (inputs.value, kv_spec(call.v_head_dim)),
             "bias": None if inputs.bias is None else (inputs.bias, tile(inputs.bias)),
             "operands": [(x, tile(x)) for x in operands],
+            "lists": whole_lists(lists),
         }
         if q_ids is not None:
             self.ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
@@ -482,15 +518,38 @@ class Queries(NamedTuple):
         return live
 
 
-def block_loop[State](blocks: block_ranges.BlockRange, step: Callable[..., State], state: State) -> State:
-    """The last state of a loop over the blocks: first the partial blocks, then the full blocks.
+def kept_keys(
+    refs: Refs, call: TracedCall, blocks: "block_ranges.BlockRange | ListedBlocks", step: Index, queries: Queries
+) -> jax.Array:
+    """Which pairs of a step's partial block of keys are kept, in a program that owns a block of queries.
+
+    bool [block_q, block_kv]. blocks: the blocks of keys that the program visits.
+    """
+    if isinstance(blocks, ListedBlocks):
+        return blocks.keep(step)
+    start = blocks.at(step) * call.block_kv
+    kv_ids = None
+    if queries.ids is not None:
+        of_block = needed(refs.kv_ids).at[pl.ds(start, call.block_kv)]
+        kv_ids = load_rows(of_block, start, call.kv_length, block_ranges.NO_KEY)
+    return queries.keep(start + iota(call.block_kv), kv_ids)
+
+
+def block_loop[State](
+    blocks: "block_ranges.BlockRange | ListedBlocks", step: Callable[..., State], state: State
+) -> State:
+    """The last state of a loop over the partial blocks, and a loop over the full blocks, in the order of `blocks`.
 
     Each iteration is state = step(index, state, partial=...). index: the number of the visit, from 0 on; the visited
     block is blocks.at(index). partial: a Python bool, whether the loop is the one over partial blocks. All partial
-    blocks of the range have to come first: blocks.last is 0.
+    blocks of a BlockRange have to come first: blocks.last is 0.
     """
     nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
-    for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):
+    if isinstance(blocks, ListedBlocks):
+        loops = blocks.loops
+    else:
+        loops = (0, blocks.partial, True), (blocks.partial, blocks.count, False)
+    for first, last, partial in loops:
         if not nothing(first, last):
             state = lax.fori_loop(first, last, functools.partial(step, partial=partial), state)
     return state

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.attention.triton.block_lists import with_mask_of_keys_as_bias
 from jax_kernels.pallas.attention.triton.common import (
     Queries,
     QueryPrograms,
@@ -22,6 +23,7 @@ from jax_kernels.pallas.attention.triton.common import (
     TracedCall,
     aligned,
     block_loop,
+    kept_keys,
     limiting_arrays,
     load,
     load_rows,
@@ -51,9 +53,10 @@ def attention_forward(
     keys has out = 0 and lse = -inf. config: the block spec row.
     """
     del core_count  # one program per tile: nothing is persistent
+    inputs, options = with_mask_of_keys_as_bias(inputs, options)
     inputs = inputs._replace(bias=aligned(inputs.bias))
-    call = TracedCall.of(inputs, options, config.block_q, config.block_kv, interpret)
-    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands_of(call, inputs))
+    call, inputs, lists = TracedCall.listed(inputs, options, (config.block_q, config.block_kv), interpret, by="query")
+    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, call.options), operands_of(call, inputs), lists)
     out = jax.ShapeDtypeStruct((*inputs.query.shape[:3], call.v_head_dim), out_dtype)
     lse = jax.ShapeDtypeStruct((len(inputs.query), call.heads, call.q_length), jnp.float32)
     found, *rows = run(
@@ -75,7 +78,7 @@ def _kernel(refs: Refs, *, call: TracedCall, q_block):
     q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     q_start = q_index * block_q
     limits = call.limits(refs, batch_index)
-    blocks = call.key_blocks(refs, limits, batch_index, q_index)
+    blocks = call.key_blocks(refs, limits, batch_index, head, q_index)
     rows = row_mask(q_start, block_q, call.q_length)
     q = load(refs.query, q_start, call.q_length, call.head_dim)
     q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, block_ranges.NO_QUERY)
@@ -91,10 +94,7 @@ def _kernel(refs: Refs, *, call: TracedCall, q_block):
         load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
         s, _ = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
         if partial:
-            kv_ids = None
-            if q_ids is not None:
-                kv_ids = load_rows(needed(refs.kv_ids).at[these], start, call.kv_length, block_ranges.NO_KEY)
-            s = jnp.where(queries.keep(start + iota(block_kv), kv_ids), s, -jnp.inf)
+            s = jnp.where(kept_keys(refs, call, blocks, index, queries), s, -jnp.inf)
         new = jnp.maximum(row_max, s.max(axis=1) * call.factor)
         # A row may have met no key so far: -inf - -inf would be NaN.
         shift = jnp.where(new == -jnp.inf, 0.0, new) if partial or call.may_mask else new
