@@ -116,8 +116,7 @@ def test_attention_plans(device, kwargs, name):
 def test_dense_mask_implementation():
     mask = jax.ShapeDtypeStruct((1024, 1024), jnp.dtype(bool))
     plan = attention_on("a100", mask=mask)
-    assert plan.implementation == "cudnn"
-    assert plan.passed_over[0] == ("triton", "it does not take a dense mask")
+    assert plan.implementation == "triton"
 
 
 def test_plan_has_the_blocks_of_the_device():

@@ -71,7 +71,7 @@ def test_info_for_a_named_gpu(run):
     ]
     assert {op for op, *_ in rows} == set(OPS)
     assert ["decode_attention", "mosaic_gpu", "yes"] in rows
-    assert ["dynamic_mask_attention", "triton", "no: it does not take a dense mask"] in rows
+    assert ["dynamic_mask_attention", "triton", "yes"] in rows
 
 
 def test_info_gives_the_reason_for_no_support(run):
@@ -137,7 +137,7 @@ def test_explain(run):
         ("--device h200 --dtype fp32 --precision tf32", "triton"),
         ("--device h200 --deterministic", "mosaic_gpu"),
         ("--device h200 --no-deterministic", "mosaic_gpu"),
-        ("--device a100 --mask 1,1,4096,4096", "cudnn"),
+        ("--device a100 --mask 1,1,4096,4096", "triton"),
         ("--device b200 --kv-lengths --kv-shape 2,512,4,64", "cudnn"),
         ("--device a100 --q-offset 7", "triton"),
         ("--device a100 --v-head-dim 32", "triton"),
@@ -374,7 +374,7 @@ def test_check_counts_unsupported_cases(run, two_cases, monkeypatch):
 
 
 # Triton has no 8-bit matmuls, and takes no mask that is an array. Some ops have no kernel in Triton.
-WITHOUT_TRITON = {"fp8_matmul", "block_sparse_attention", "dynamic_mask_attention"} | {
+WITHOUT_TRITON = {"fp8_matmul"} | {
     op for op, suite in check.SUITES.items() if "triton" not in suite.implementations
 }
 

@@ -73,8 +73,8 @@ def block_sparse_attention(
         that is attended to; rows = ceil(T / block_size), columns = ceil(S / block_size). Floats are accepted and
         rejected like flash_attention's mask. Or a masks.Mask, such as the result of masks.top_k_blocks, which has its
         own block size.
-      block_size: an int, or (queries, keys); None is 128. On Hopper, blocks of multiples of 128 are visited one by one.
-        Smaller blocks that lie in the same block of 128 are visited together.
+      block_size: an int, or (queries, keys); None is 128. The kernels visit blocks of multiples of 128 one by one.
+        Smaller blocks that lie in the same block of a kernel are visited together.
       arguments: all other arguments of flash_attention, such as is_causal, which masks a block's later keys.
 
     Returns:

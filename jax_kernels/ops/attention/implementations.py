@@ -19,6 +19,8 @@ from jax_kernels.pallas.attention.sm90.features.bias import with_bias_as_in_lse
 from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.pallas.attention.triton import backward as backward_triton
 from jax_kernels.pallas.attention.triton import bias_gradient as bias_gradient_triton
+from jax_kernels.pallas.attention.triton import block_lists as lists_triton
+from jax_kernels.pallas.attention.triton import common as common_triton
 from jax_kernels.pallas.attention.triton import forward as forward_triton
 from jax_kernels.pallas.attention.triton import large_lse_rows
 from jax_kernels.reference import attention as reference
@@ -355,15 +357,20 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
 def prepared_lists(choice: Choice, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
     """The block lists that a PreparedMask carries, for the kernels of this choice.
 
-    The first entry is for the forward, the second for the backward's gradients of key and value (with
-    deterministic=False also of query). With deterministic=True a third is for the gradient of query. Empty without a
-    mask, and for other implementations than "mosaic_gpu", which read no lists.
+    The first entry is for the forward, the second for the backward's gradients of key and value ("mosaic_gpu" with
+    deterministic=False: also of query). "mosaic_gpu" with deterministic=True, and "triton", have a third for the
+    gradient of query. Empty without a mask, and for other implementations, which read no lists.
     """
-    if choice.implementation != "mosaic_gpu" or inputs.mask is None:
+    if inputs.mask is None:
         return ()
-    widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
-    of_backward = backward_sm90.listed_blocks(choice.config.backward, widest, options)
     with jax.enable_x64(False):
+        if choice.implementation == "triton":
+            every = common_triton.listed_blocks(inputs, choice.config.forward, choice.config.backward)
+            return tuple(lists_triton.prepared_lists(inputs, options, blocks, by=by) for blocks, by in every)
+        if choice.implementation != "mosaic_gpu":
+            return ()
+        widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
+        of_backward = backward_sm90.listed_blocks(choice.config.backward, widest, options)
         every = [forward_sm90.listed_blocks(choice.config.forward), *of_backward]
         interpret = interpreting()
         return tuple(block_lists.prepared_lists(inputs, options, **blocks, interpret=interpret) for blocks in every)

@@ -15,9 +15,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
-from jax_kernels.masks.block_lists import block_lists, packed_lists
+from jax_kernels.masks.block_lists import block_lists, block_status, packed_lists
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import key_lengths, whole_mask, without_limits
+from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, rounded_up
 from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.triton.tensors import iota
 
@@ -57,10 +58,14 @@ class Lists[A]:
         """The mask, with Refs as its arrays inside a kernel; None if it is not arithmetic."""
         return None if self.tree is None else jax.tree.unflatten(self.tree, self.arrays)
 
+    def repeated(self, times: int, batch: int) -> "Lists | None":
+        """The lists of a batch that is `times` as large as `batch`, if all entries have one list; else None."""
+        return self if self.indices.shape[0] == 1 else None
+
     def of(self, b: Index, h: Index, block: Index) -> "ListedBlocks":
         """The list of a block of query head h of batch entry b, inside a kernel whose Lists are Refs."""
-        counts = of_head(self.counts, b, h)
-        return ListedBlocks(self, b, h, block, full=counts[block, 0], count=counts[block, 1])
+        of_block = (*place(self.counts, b, h), block)
+        return ListedBlocks(self, b, h, block, full=self.counts[(*of_block, 0)], count=self.counts[(*of_block, 1)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +89,7 @@ class ListedBlocks:
 
     def at(self, step: Index) -> jax.Array:
         """The index of the block that a step visits."""
-        return of_head(self.lists.indices, self.b, self.h)[self.block, step]
+        return self._of_step(self.lists.indices, step)
 
     def keep(self, step: Index) -> jax.Array:
         """Which pairs of a step's partial block the mask keeps: bool [rows, columns], [queries, keys] by query."""
@@ -92,8 +97,7 @@ class ListedBlocks:
         by_query = lists.by == "query"
         rows, columns = lists.blocks if by_query else lists.blocks[::-1]
         if mask is None:
-            entry = of_head(lists.entries, self.b, self.h)[self.block, step]
-            return kept_bits(lists.words, entry, columns)
+            return kept_bits(lists.words, self._of_step(lists.entries, step), columns)
         own = (self.block * rows + iota(rows))[:, None]
         other = (self.at(step) * columns + iota(columns))[None, :]
         q, k = (own, other) if by_query else (other, own)
@@ -105,10 +109,13 @@ class ListedBlocks:
         keep = keep & (k < lists.lengths[1]) if by_query and lists.lengths[1] % columns else keep
         return jnp.broadcast_to(keep, (rows, columns))
 
+    def _of_step(self, ref: Ref, step: Index) -> jax.Array:
+        return ref[(*place(ref, self.b, self.h), self.block, step)]
 
-def of_head(ref: Ref, b: Index, h: Index) -> Ref:
-    """The part of an array [B or 1, H or 1, ...] in memory that belongs to batch entry b and head h."""
-    return ref.at[jnp.int32(0) if ref.shape[0] == 1 else b, jnp.int32(0) if ref.shape[1] == 1 else h]
+
+def place(ref: Ref, b: Index, h: Index) -> tuple[Index, Index]:
+    """The first two indices into an array [B or 1, H or 1, ...] for batch entry b and head h."""
+    return jnp.int32(0) if ref.shape[0] == 1 else b, jnp.int32(0) if ref.shape[1] == 1 else h
 
 
 def kept_bits(words: Ref, entry: Index, columns: int) -> jax.Array:
@@ -126,19 +133,63 @@ def lists_of(
 ) -> Lists[jax.Array] | None:
     """The block lists of a call, which hold all limits of its keys; None without a mask.
 
-    blocks: (block_q, block_kv). by: "query" or "key", the side whose blocks the programs own.
+    blocks: (block_q, block_kv). by: "query" or "key", the side whose blocks the programs own. Prepared lists in
+    inputs.lists are used if they fit the call.
     """
     if inputs.mask is None:
         return None
-    mask = whole_mask(inputs, options)
+    call = _call_of(inputs, options, blocks, by=by)
+    for prepared in inputs.lists or ():
+        if (lists := prepared.of(call)) is not None:
+            return lists
     static_offset, offset = offset_of(first_position(inputs, options))
-    sizes: dict[str, Any] = {"lengths": (inputs.query.shape[1], inputs.key.shape[1]), "blocks": blocks, "by": by}
+    return _built(whole_mask(inputs, options), offset, call, static_offset=static_offset)
+
+
+def prepared_lists(
+    inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[int, int], *, by: str
+) -> PreparedLists:
+    """Block lists made in advance, for later calls with the same mask and sizes. Arguments: as for lists_of.
+
+    If the mask's values are known, the arrays have room for the longest list and for the partial blocks, plus at most
+    an eighth. If they are traced, the arrays have room for the most blocks that the mask's structure allows. query and
+    key in inputs may be ShapeDtypeStructs.
+    """
+    call = _call_of(inputs, options, blocks, by=by)
+    _, offset = offset_of(call.q_offset)
+    mask, statics = whole_mask(inputs, options), {"static_offset": call.q_offset}
+    alive, full = block_status(mask, offset, lengths=call.lengths, blocks=call.blocks, **statics)
+    if isinstance(alive, jax.core.Tracer):
+        return PreparedLists(_built(mask, offset, call, **statics), call)
+    most = min(rounded_up(int((alive & ~full).sum())), alive.size)
+    lists = _built(mask, offset, call, most=most, **statics)
+    width = min(rounded_up(int(lists.counts[..., 1].max())), lists.indices.shape[-1])
+    entries = None if lists.entries is None else lists.entries[..., :width]
+    return PreparedLists(dataclasses.replace(lists, indices=lists.indices[..., :width], entries=entries), call)
+
+
+def _call_of(
+    inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[int, int], *, by: str
+) -> ListedCall:
+    heads = inputs.query.shape[2], inputs.key.shape[2]
+    return ListedCall.of(inputs, options, *blocks, by=by, heads=heads)
+
+
+def _built(
+    mask: Mask, offset: jax.Array, call: ListedCall, *, static_offset: int | None, most: int | None = None
+) -> Lists[jax.Array]:
+    """The block lists of a mask that holds all limits of a call's keys.
+
+    offset: int32 [B or 1], the position of query 0; static_offset: the same as an int, None if traced. most: at least
+    the number of partial blocks of all batch entries and heads, for the size of `words`; None: not known.
+    """
+    sizes: dict[str, Any] = {"lengths": call.lengths, "blocks": call.blocks, "by": call.by}
     parts: dict[str, Any] = {"tree": None}
     if mask.is_arithmetic:
         lists = block_lists(mask, offset, **sizes, static_offset=static_offset)
         parts["arrays"], parts["tree"] = jax.tree.flatten(mask)
     else:
-        lists, packed = packed_lists(mask, offset, **sizes, static_offset=static_offset)
+        lists, packed = packed_lists(mask, offset, **sizes, static_offset=static_offset, most=most)
         # The entry of a full block, -1, is not read.
         parts |= {"entries": packed.entries, "words": lax.bitcast_convert_type(packed.words, jnp.int32)}
     counts = jnp.stack([lists.full_count, lists.full_count + lists.partial_count], axis=-1)

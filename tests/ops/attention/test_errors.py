@@ -239,7 +239,6 @@ NOT_SERVED = [
         | {name: jax.ShapeDtypeStruct((2, 64, 4, 192), jnp.bfloat16) for name in EVEN},
         "above head_dim 128 it takes a bias for each query in 16 bits, not in float32",
     ),
-    ("triton", {"mask": jax.ShapeDtypeStruct((64, 64), bool)}, "it does not take a dense mask"),
     ("cudnn", {"segment_ids": jax.ShapeDtypeStruct((2, 64), jnp.int32)}, "it does not take segment_ids"),
     ("cudnn", {"softcap": 3}, "it does not take a softcap"),
     ("cudnn", {"sinks": jax.ShapeDtypeStruct((4,), jnp.bfloat16)}, "it does not take sinks"),

@@ -27,6 +27,7 @@ from jax_kernels.masks import Mask
 from jax_kernels.masks.block_lists import BlockLists, block_status, compress, packed_lists, sided
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import whole_mask
+from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, rounded_up
 from jax_kernels.pallas.attention.sm90.features import head_views, mask_bits
 from jax_kernels.pallas.attention.sm90.features.bias import of_head
 from jax_kernels.pallas.kernel_types import Index, Ref
@@ -67,6 +68,17 @@ class Lists[A: jax.Array | Ref]:
     def has_all_words(self) -> bool:
         """Whether the mask words of all blocks, dead and full ones too, are stored."""
         return self.entries is None
+
+    def repeated(self, times: int, batch: int) -> "Lists | None":
+        """The lists of a batch that is `times` as large as `batch`, if all entries have one list; else None.
+
+        The table of tiles is repeated, for one part of the batch after another.
+        """
+        if self.indices.shape[0] > 1:
+            return None
+        first = jnp.arange(times, dtype=jnp.int32)[:, None, None] * batch
+        tiles = self.tiles + first * (jnp.arange(COLUMNS, dtype=jnp.int32) == 0)
+        return dataclasses.replace(self, tiles=tiles.reshape(-1, COLUMNS))
 
     def blocks_of(self, tile: Index) -> "ListedBlocks":
         """The list of work tile number `tile`, read from device memory."""
@@ -141,78 +153,6 @@ class ListedBlocks(NamedTuple):
         return of_head(ref, self.b, self.head)[self.block, step]
 
 
-@dataclasses.dataclass(frozen=True)
-class ListedCall:
-    """The static facts of a call, except its mask, on which its block lists depend.
-
-    lengths: of queries and keys. blocks: (block_q, block_kv). by: "query" or "key", the side whose blocks are work
-    tiles. head_group: the number of heads whose work tiles are neighbours in Lists.tiles. is_causal, window,
-    q_offset: the call's limits; q_offset is None if it is an array.
-    """
-
-    batch: int
-    heads: int
-    kv_heads: int
-    lengths: tuple[int, int]
-    blocks: tuple[int, int]
-    by: str
-    head_group: int
-    is_causal: bool
-    window: tuple[int, int] | None
-    q_offset: int | None
-
-    @staticmethod
-    def of(
-        inputs: AttentionInputs,
-        options: AttentionOptions,
-        block_q: int,
-        block_kv: int,
-        *,
-        by: str,
-        head_group: int,
-    ) -> "ListedCall":
-        """The static facts of these inputs on which block lists depend.
-
-        by: "query" or "key". Lists by key belong to a kv head. If the mask differs between heads, such a list covers
-        all query heads of the kv head's group, whose blocks of queries are numbered one head after another.
-        head_group: the number of heads whose work tiles are neighbours in Lists.tiles.
-        """
-        (batch, q_length), kv_length = inputs.query.shape[:2], inputs.key.shape[1]
-        heads, kv_heads = head_views.head_counts(inputs.query, inputs.key, options)
-        sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, head_group)
-        q_offset = options.q_offset if inputs.q_offset is None else None
-        return ListedCall(*sizes, options.is_causal, options.window, q_offset)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PreparedLists:
-    """The block lists of one kind of call, made in advance, for use by later calls with the same mask.
-
-    call: the static facts of the call for which the lists were made.
-    """
-
-    lists: Lists
-    call: ListedCall = dataclasses.field(metadata={"static": True})
-
-    def of(self, call: ListedCall) -> Lists | None:
-        """The lists for `call`; None if its lists may differ from the prepared lists.
-
-        The batch of `call` may be a multiple of the prepared batch, if the batch entries have equal lists.
-        """
-        mine, times = self.call, call.batch // self.call.batch
-        if dataclasses.replace(mine, batch=call.batch) != call or times * mine.batch != call.batch:
-            return None
-        if times == 1:
-            return self.lists
-        if self.lists.indices.shape[0] > 1:
-            return None
-        # The batch entries have equal masks: one table of tiles after another.
-        first = jnp.arange(times, dtype=jnp.int32)[:, None, None] * mine.batch
-        tiles = self.lists.tiles + first * (jnp.arange(COLUMNS, dtype=jnp.int32) == 0)
-        return dataclasses.replace(self.lists, tiles=tiles.reshape(-1, COLUMNS))
-
-
 def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
     """Whether a call needs block lists: for a prepared mask, a Mask, or a mask array that differs between queries.
 
@@ -228,6 +168,12 @@ def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
     return not is_of_keys or has_tiles or options.deterministic or inputs.score_mod is not None
 
 
+def _call_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, **rest: Any) -> ListedCall:
+    """The ListedCall of a Hopper kernel's call, whose arrays may have more heads than the call."""
+    heads = head_views.head_counts(inputs.query, inputs.key, options)
+    return ListedCall.of(inputs, options, block_q, block_kv, heads=heads, **rest)
+
+
 def lists_of(
     inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
 ) -> Lists | None:
@@ -239,7 +185,7 @@ def lists_of(
     """
     if not has_lists(inputs, options):
         return None
-    call = ListedCall.of(inputs, options, **blocks)
+    call = _call_of(inputs, options, **blocks)
     assert call.heads == inputs.query.shape[2] or cast(Mask, inputs.mask).heads == 1, (
         options
     )  # otherwise the mask has other heads
@@ -262,28 +208,19 @@ def prepared_lists(
     query and key in inputs may be ShapeDtypeStructs. The mask must be the only array that limits the call's keys.
     interpret, blocks: as for lists_of: whether XLA alone makes them, and block_q, block_kv, by and head_group.
     """
-    call = ListedCall.of(inputs, options, **blocks)
+    call = _call_of(inputs, options, **blocks)
     _, offset = offset_of(call.q_offset)
     mask, statics = whole_mask(inputs, options), {"static_offset": call.q_offset}
     alive, full = block_status(mask, offset, lengths=call.lengths, blocks=call.blocks, **statics)
     if isinstance(alive, jax.core.Tracer):
         return PreparedLists(_built(mask, offset, call=call, **statics, interpret=interpret), call)
-    most = min(_rounded_up(int((alive & ~full).sum())), alive.size)
+    most = min(rounded_up(int((alive & ~full).sum())), alive.size)
     lists = _built(mask, offset, call=call, most=most, **statics)
     visits = np.asarray(lists.tiles[:, 3]) // lists.sharing
-    width = min(_rounded_up(int(visits.max())), lists.indices.shape[-1])
+    width = min(rounded_up(int(visits.max())), lists.indices.shape[-1])
     indices, entries = (x[..., :width] for x in (lists.indices, lists.entries))
-    keys = _rounded_up(math.ceil(visits.mean() * call.blocks[1]))
+    keys = rounded_up(math.ceil(visits.mean() * call.blocks[1]))
     return PreparedLists(dataclasses.replace(lists, indices=indices, entries=entries, keys=keys), call)
-
-
-def _rounded_up(count: int) -> int:
-    """`count` rounded up by at most an eighth.
-
-    Similar masks, e.g. of layers, then have lists of one shape, and share a compiled program.
-    """
-    unit = 1 << max(0, count.bit_length() - 4)
-    return -(-count // unit) * unit
 
 
 @functools.partial(jax.jit, static_argnames=("call", "static_offset", "most", "interpret"))

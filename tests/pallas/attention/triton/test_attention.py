@@ -209,14 +209,14 @@ def test_matches_float64(case):
 
 
 def is_special(case: AttentionCase) -> bool:
-    """Whether a case has a feature that the first test lacks. Excludes dense masks, which Triton does not support."""
-    extra = (case.window, case.softcap, case.segments, case.bias)
-    return case.mask is None and case.pattern is None and (any(x is not None for x in extra) or case.sinks)
+    """Whether a case has a feature that the first test lacks."""
+    extra = (case.window, case.softcap, case.segments, case.bias, case.mask, case.pattern)
+    return any(x is not None for x in extra) or case.sinks
 
 
 QUICK_SPECIAL = {
     "window_offsets_lengths", "segments_mixed", "softcap_causal",
-    "sinks_fp32", "bias_full", "bias_low", "everything_else",
+    "sinks_fp32", "bias_full", "bias_low", "everything_else", "mask_bias", "pattern_cells_causal",
 }  # fmt: skip
 
 

@@ -1,0 +1,193 @@
+"""Masks in the Triton attention kernels, interpreted on the CPU: the visited blocks, and the values."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import flash_attention, masks, prepare_mask
+from jax_kernels.dispatch import explain, on_device
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention.triton import block_lists
+from jax_kernels.testing import rms_error
+from tests.support.cases import tiers
+
+pytestmark = pytest.mark.timeout(120)
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+B, T, S, H, KV_HEADS, D = 2, 150, 131, 4, 2, 64
+RANDOM = np.random.default_rng(0)
+IDS = tuple(np.sort(RANDOM.integers(-1, 4, (B, n)), axis=1).astype(np.int32) for n in (T, S))
+MIXED_IDS = tuple(RANDOM.integers(0, 5, (B, n)).astype(np.int32) for n in (T, S))
+COUNTS = np.array([90, 7], np.int32)
+CAUSAL = masks.causal()
+
+ARITHMETIC = {
+    "longformer": (CAUSAL & masks.sliding_window(20, 0)) | masks.prefix(16),
+    "prefixes": CAUSAL | masks.prefix(COUNTS),
+    "documents": CAUSAL & masks.segments(*IDS) | masks.prefix(16),
+    "mixed": masks.segments(*MIXED_IDS) & ~masks.sliding_window(5, 5),
+    "not": ~(CAUSAL & masks.dilated(3)),
+    "global": masks.global_tokens(COUNTS) | masks.sliding_window(10, 10),
+}
+BITS = {
+    "function": masks.from_function(lambda b, h, q, k: (q * 7 + k * 3 + h + b) % 5 == 0, batch=B, heads=H),
+    "heads": masks.dense(RANDOM.random((1, H, T, S)) < 0.3),
+    "array": jnp.asarray(RANDOM.random((B, H, T, S)) < 0.3),
+    "keys": jnp.asarray(RANDOM.random((B, 1, 1, S)) < 0.7),
+    "cells": masks.block_sparse(RANDOM.random((H, 5, 5)) < 0.4, (31, 28)),
+    "none": masks.dense(np.zeros((T, S), bool)),
+}
+OPTIONS = {
+    "plain": {},
+    "offset": {"is_causal": True, "q_offset": 5},
+    "softcap": {"softcap": 3.0, "sinks": jnp.linspace(-1, 1, H)},
+    "lengths": {"kv_lengths": np.array([S, S // 3], np.int32), "q_offset": np.array([3, 40], np.int32)},
+    "window": {"window": (30, 9), "scale": 0.3},
+}
+
+
+@pytest.fixture(autouse=True)
+def _interpret(monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+
+
+def normal(*shape: int, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def results(implementation: str, mask: Any, **options: Any) -> Any:
+    """(out, lse), and the gradients of query, key and value, through out and lse."""
+    arrays = normal(B, T, H, D, seed=0), normal(B, S, KV_HEADS, D, seed=1), normal(B, S, KV_HEADS, D, seed=2)
+    attend = functools.partial(flash_attention, mask=mask, return_lse=True, implementation=implementation, **options)
+
+    @jit
+    def run(arrays):
+        (out, lse), vjp = jax.vjp(attend, *arrays)
+        dlse = jnp.where(jnp.isfinite(lse), jnp.cos(lse), 0.0)
+        return out, lse, vjp((jnp.sin(out + 1), dlse))
+
+    return run(arrays)
+
+
+def check(mask: Any, **options: Any) -> None:
+    got, want = results("triton", mask, **options), results("xla", mask, **options)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert rms_error(x, y) < 5e-6
+
+
+# Each mask with one of the options, in turn.
+QUICK = list(zip([*ARITHMETIC, *BITS], itertools.cycle(OPTIONS), strict=False))
+
+
+@pytest.mark.parametrize(("name", "options"), tiers.some_pairs([*ARITHMETIC, *BITS], OPTIONS, QUICK))
+def test_matches_plain_attention(name, options):
+    check((ARITHMETIC | BITS)[name], **OPTIONS[options])
+
+
+@pytest.mark.parametrize("bias", tiers.cases([(B, H, T, S), (1, H, 1, S), (1, 1, T, 1)], {str((1, H, 1, S))}))
+@pytest.mark.parametrize("name", ["documents", "heads"])
+def test_gradient_of_a_bias(name, bias):
+    mask = (ARITHMETIC | BITS)[name]
+
+    def gradient(implementation):
+        arrays = normal(B, T, H, D, seed=0), normal(B, S, H, D, seed=1), normal(B, S, H, D, seed=2)
+        attend = lambda bias: flash_attention(*arrays, bias=bias, mask=mask, implementation=implementation)
+        return jit(jax.grad(lambda bias: jnp.sin(attend(bias)).sum()))(normal(*bias, seed=3))
+
+    assert rms_error(gradient("triton"), gradient("xla")) < 5e-6
+
+
+def test_score_mod():
+    """A score_mod's arrays get gradients, also under a mask."""
+    slopes = jnp.linspace(0.1, 1, H)
+    query, key = normal(B, T, H, D, seed=0), normal(B, S, H, D, seed=1)
+
+    def gradient(implementation):
+        def loss(slopes):
+            mod = lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k)
+            out = flash_attention(
+                query, key, key, mask=ARITHMETIC["longformer"], score_mod=mod, implementation=implementation
+            )
+            return jnp.sin(out).sum()
+
+        return jit(jax.grad(loss))(slopes)
+
+    assert rms_error(gradient("triton"), gradient("xla")) < 5e-6
+
+
+def test_keys_past_the_length_are_not_read():
+    """NaN past kv_lengths, and past a prefix that `&` joins, has no effect."""
+    mask, lengths = masks.prefix(COUNTS) & (CAUSAL | masks.prefix(9)), np.array([100, S], np.int32)
+    query, key = normal(B, T, H, D, seed=0), normal(B, S, H, D, seed=1)
+    past = (np.arange(S) >= np.minimum(COUNTS, lengths)[:, None])[..., None, None]
+    run = jit(lambda key: flash_attention(query, key, key, mask=mask, kv_lengths=lengths, implementation="triton"))
+    np.testing.assert_array_equal(run(jnp.where(past, jnp.nan, key)), run(key))
+
+
+def visited(mask: Any, blocks: tuple[int, int], by: str) -> np.ndarray:
+    """Which blocks the lists of a call with this mask visit: bool [queries, keys]."""
+    query = jax.ShapeDtypeStruct((1, 512, 2, D), jnp.float32)
+    inputs = AttentionInputs(query=query, key=query, value=query, mask=mask)
+    lists = block_lists.lists_of(inputs, AttentionOptions(scale=1.0), blocks, by=by)
+    found = np.zeros((512 // blocks[0], 512 // blocks[1]), bool)
+    found = found if by == "query" else found.T
+    for row, (indices, counts) in enumerate(zip(lists.indices[0, 0], lists.counts[0, 0], strict=True)):
+        found[row, indices[: counts[1]]] = True
+    return found if by == "query" else found.T
+
+
+@pytest.mark.parametrize("by", ["query", "key"])
+@pytest.mark.parametrize("name", ["window", "cells"])
+def test_only_live_blocks_are_visited(name, by):
+    cells = RANDOM.random((8, 8)) < 0.3
+    mask = {"window": CAUSAL & masks.sliding_window(70, 0) | masks.prefix(3), "cells": masks.block_sparse(cells, 64)}
+    blocks = 32, 64
+    kept = np.asarray(mask[name].to_dense(512, 512))[0, 0]
+    want = kept.reshape(512 // 32, 32, 512 // 64, 64).any(axis=(1, 3))
+    np.testing.assert_array_equal(visited(mask[name], blocks, by), want)
+
+
+def test_masks_of_positions_need_no_bits():
+    """Lists of 131,072 tokens take at most 64 MiB, where bits of the partial blocks would take gigabytes."""
+    mask = CAUSAL & masks.segments(np.zeros((1, 131072), np.int32)) | masks.prefix(16)
+    query = jax.ShapeDtypeStruct((1, 131072, 16, 128), jnp.bfloat16)
+
+    def lists(mask):
+        inputs = AttentionInputs(query=query, key=query, value=query, mask=mask)
+        return [block_lists.lists_of(inputs, AttentionOptions(scale=1.0), (128, 128), by=by) for by in ("query", "key")]
+
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(lists, mask)))
+    assert size <= 64 << 20
+
+
+@pytest.mark.parametrize("name", ["documents", "heads"])
+def test_prepared_lists(name):
+    mask = (ARITHMETIC | BITS)[name]
+    arrays = normal(B, T, H, D, seed=0), normal(B, S, KV_HEADS, D, seed=1)
+    with on_device("a100"):
+        prepared = prepare_mask(mask, *arrays)
+    assert len(prepared.lists) == 3
+    sorts = lambda mask: str(
+        jax.make_jaxpr(jax.grad(lambda q: flash_attention(q, arrays[1], arrays[1], mask=mask).sum()))(arrays[0])
+    ).count(" sort[")
+    with on_device("a100"):
+        assert sorts(mask) > 0
+        assert sorts(prepared) == 0
+    got, want = results("triton", prepared), results("xla", mask)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert rms_error(x, y) < 5e-6
+
+
+@pytest.mark.parametrize("device", ["a100", "a6000", "rtx 4090", "b200", "rtx 5090"])
+def test_every_mask_skips_on_this_gpu(device):
+    query = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((B, S, KV_HEADS, D), jnp.bfloat16)
+    for name, mask in (ARITHMETIC | BITS).items():
+        if isinstance(mask, masks.Mask):
+            assert explain(flash_attention, query, key, key, mask=mask, device=device).implementation == "triton", name
