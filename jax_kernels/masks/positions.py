@@ -119,9 +119,11 @@ class Band(Mask):
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         position = q_offset + q_index
-        keep = jnp.ones(jnp.broadcast_shapes(jnp.shape(position), jnp.shape(k_index)), bool)
-        keep = keep if self.low is None else keep & (position + self.low <= k_index)
-        return keep if self.high is None else keep & (k_index <= position + self.high)
+        if self.low is None and self.high is None:
+            return jnp.ones(jnp.broadcast_shapes(jnp.shape(position), jnp.shape(k_index)), bool)
+        before = None if self.low is None else position + self.low <= k_index
+        after = None if self.high is None else k_index <= position + self.high
+        return after if before is None else before if after is None else before & after
 
     def __repr__(self) -> str:
         if (self.low, self.high) == (None, 0):

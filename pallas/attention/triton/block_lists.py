@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
@@ -19,6 +20,7 @@ from jax_kernels.masks.block_lists import block_lists, block_status, packed_list
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import key_lengths, whole_mask, without_limits
 from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, rounded_up
+from jax_kernels.pallas.attention.mask_predicate import MaskPredicate
 from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.triton.tensors import iota
 
@@ -33,30 +35,21 @@ class Lists[A]:
     indices: [B or 1, H or 1, blocks, width], the blocks to visit, full blocks first. counts: [B or 1, H or 1, blocks,
     2], the number of full blocks and of all blocks of a list. H: query heads.
 
-    A kernel evaluates `mask` in partial blocks. arrays: the mask's arrays. tree: its pytree structure, None if the mask
-    is not arithmetic. Then entries, shaped as indices, has the index into `words` of each partial block. words: [entries, ceil(columns /
-    32), rows], the bits of partial blocks: bit j % 32 of word [j // 32, i] is row i and column j. Rows belong to the
-    side of the programs, columns to the visited blocks.
+    A kernel evaluates `predicate` in partial blocks. It is None if the mask is not arithmetic. Then entries, shaped as
+    indices, has the index into `words` of each partial block. words: [entries, ceil(columns / 32), rows], the bits of
+    partial blocks: bit j % 32 of word [j // 32, i] is row i and column j. Rows belong to the side of the programs,
+    columns to the visited blocks.
 
-    offset: [B or 1], the position of query 0. by: "query" or "key", the side of the programs. lengths: of queries and
-    keys. blocks: (block_q, block_kv).
+    by: "query" or "key", the side of the programs. blocks: (block_q, block_kv).
     """
 
     indices: A
     counts: A
-    offset: A
-    arrays: list[A] = dataclasses.field(default_factory=list)
+    predicate: MaskPredicate[A] | None = None
     entries: A | None = None
     words: A | None = None
-    tree: Any = dataclasses.field(metadata={"static": True}, kw_only=True)
     by: str = dataclasses.field(metadata={"static": True}, kw_only=True)
-    lengths: tuple[int, int] = dataclasses.field(metadata={"static": True}, kw_only=True)
     blocks: tuple[int, int] = dataclasses.field(metadata={"static": True}, kw_only=True)
-
-    @property
-    def mask(self) -> Mask | None:
-        """The mask, with Refs as its arrays inside a kernel; None if it is not arithmetic."""
-        return None if self.tree is None else jax.tree.unflatten(self.tree, self.arrays)
 
     def repeated(self, times: int, batch: int) -> "Lists | None":
         """The lists of a batch that is `times` as large as `batch`, if all entries have one list; else None."""
@@ -93,21 +86,21 @@ class ListedBlocks:
 
     def keep(self, step: Index) -> jax.Array:
         """Which pairs of a step's partial block the mask keeps: bool [rows, columns], [queries, keys] by query."""
-        lists, mask = self.lists, self.lists.mask
+        lists = self.lists
         by_query = lists.by == "query"
         rows, columns = lists.blocks if by_query else lists.blocks[::-1]
-        if mask is None:
+        if lists.predicate is None:
             return kept_bits(lists.words, self._of_step(lists.entries, step), columns)
-        own = (self.block * rows + iota(rows))[:, None]
-        other = (self.at(step) * columns + iota(columns))[None, :]
+        row, column = self.block * rows, self.at(step) * columns
+        own, other = (row + iota(rows))[:, None], (column + iota(columns))[None, :]
         q, k = (own, other) if by_query else (other, own)
-        offset = lists.offset[jnp.int32(0) if lists.offset.shape[0] == 1 else self.b]
-        # Look-ups of queries and keys past the lengths stay within the arrays.
-        within = [jnp.minimum(x, length - 1) for x, length in zip((q, k), lists.lengths, strict=True)]
-        keep = mask.elements(self.b, self.h, *within, q_offset=offset)
-        # Only keys past the length need a limit: results of other rows and columns past the lengths are dropped.
-        keep = keep & (k < lists.lengths[1]) if by_query and lists.lengths[1] % columns else keep
-        return jnp.broadcast_to(keep, (rows, columns))
+
+        def load(ids: Ref, b: Index, side: int) -> jax.Array:
+            if (side == 0) == by_query:
+                return plgpu.load(ids.at[b, pl.ds(row, rows)])[:, None]
+            return plgpu.load(ids.at[b, pl.ds(column, columns)])[None, :]
+
+        return jnp.broadcast_to(lists.predicate.keep(self.b, self.h, q, k, load), (rows, columns))
 
     def _of_step(self, ref: Ref, step: Index) -> jax.Array:
         return ref[(*place(ref, self.b, self.h), self.block, step)]
@@ -184,16 +177,16 @@ def _built(
     the number of partial blocks of all batch entries and heads, for the size of `words`; None: not known.
     """
     sizes: dict[str, Any] = {"lengths": call.lengths, "blocks": call.blocks, "by": call.by}
-    parts: dict[str, Any] = {"tree": None}
+    parts: dict[str, Any] = {}
     if mask.is_arithmetic:
         lists = block_lists(mask, offset, **sizes, static_offset=static_offset)
-        parts["arrays"], parts["tree"] = jax.tree.flatten(mask)
+        parts = {"predicate": MaskPredicate.of(mask, offset, call.lengths, call.blocks)}
     else:
         lists, packed = packed_lists(mask, offset, **sizes, static_offset=static_offset, most=most)
         # The entry of a full block, -1, is not read.
-        parts |= {"entries": packed.entries, "words": lax.bitcast_convert_type(packed.words, jnp.int32)}
+        parts = {"entries": packed.entries, "words": lax.bitcast_convert_type(packed.words, jnp.int32)}
     counts = jnp.stack([lists.full_count, lists.full_count + lists.partial_count], axis=-1)
-    return Lists(indices=lists.indices, counts=counts, offset=offset, **parts, **sizes)
+    return Lists(indices=lists.indices, counts=counts, **parts, by=call.by, blocks=call.blocks)
 
 
 def without_listed_limits(
