@@ -166,12 +166,21 @@ def _stripes(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (q // 3 + k * (h + 1)) % 5 < 2
 
 
+def _documents(case: "AttentionCase") -> masks.Mask:
+    """Causal attention within documents of 70 tokens, every third key before, and a prefix of each batch entry."""
+    of_side = lambda length: np.tile(np.arange(length, dtype=np.int32) // 70, (case.batch, 1))
+    documents = masks.segments(of_side(case.q_length), of_side(case.kv_length))
+    prefix = masks.prefix(np.arange(case.batch, dtype=np.int32) * 5 + 3)
+    return masks.causal() & (documents | masks.dilated(3)) | prefix
+
+
 PATTERNS: dict[str, Callable[[AttentionCase], masks.Mask]] = {
     "cells": lambda case: _cells(case, 128),
     "cells_causal": lambda case: _cells(case, 48) & masks.causal(),
     "global": lambda case: masks.sliding_window(40, 10) | masks.global_tokens(5),
     "long_global": lambda case: masks.sliding_window(300, 100) | masks.global_tokens(70),
     "dense": lambda case: masks.dense(jnp.asarray(dataclasses.replace(case, pattern=None, mask="hts")._mask())),
+    "documents": _documents,
     "stripes": lambda case: masks.from_function(_stripes, heads=case.heads),
 }
 

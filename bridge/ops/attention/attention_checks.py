@@ -124,7 +124,9 @@ def checked(given: FlashArguments[torch.Tensor]) -> FlashArguments[torch.Tensor]
         given.query, given.key, given.value, bias=given.bias, deterministic=given.deterministic
     )
     changed = {"query": query, "key": key, "value": value, "bias": bias, "deterministic": deterministic}
-    return FlashArguments(**given.by_name() | changed)  # dataclasses.replace would add checks to a graph of torch.compile
+    return FlashArguments(
+        **given.by_name() | changed
+    )  # dataclasses.replace would add checks to a graph of torch.compile
 
 
 def check_statics(given: FlashArguments[torch.Tensor]) -> None:

@@ -272,7 +272,12 @@ def _operands(given: FlashArguments[torch.Tensor]) -> Arguments:
     """Returns the arguments of the operators for a checked call without a Mask and without a score_mod."""
     q_ids, kv_ids = segment_pair(given.segment_ids)
     left, right = window_sides(given.window)
-    named = given.by_name() | {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids, "window_left": left, "window_right": right}
+    named = given.by_name() | {
+        "q_segment_ids": q_ids,
+        "kv_segment_ids": kv_ids,
+        "window_left": left,
+        "window_right": right,
+    }
     is_tensor = isinstance(given.q_offset, torch.Tensor)
     tensors = named | {"q_offset": given.q_offset if is_tensor else None}
     options = named | {"q_offset": 0 if is_tensor else given.q_offset}

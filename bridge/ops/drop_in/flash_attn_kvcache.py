@@ -452,6 +452,10 @@ def _checked_rotary(
         if x.ndim != 2 or x.shape != cos.shape or not x.is_floating_point() or not 0 < 2 * x.shape[1] <= q.shape[3]:
             want = f"floats [positions, R / 2] with R at most {q.shape[3]}"
             raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want {want}, alike in both")
-    if torch_internals.has_known_values(lengths) and lengths.numel() and (last := int(lengths.max()) + count) > cos.shape[0]:
+    if (
+        torch_internals.has_known_values(lengths)
+        and lengths.numel()
+        and (last := int(lengths.max()) + count) > cos.shape[0]
+    ):
         raise ValueError(f"rotary_cos: got {cos.shape[0]} positions, want {last} or more")
     return _Rotary(cos=cos, sin=sin, is_interleaved=is_interleaved)

@@ -22,8 +22,28 @@ from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, At
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, gradient_of_tiles
 from jax_kernels.pallas.attention.triton.block_lists import ListedBlocks, with_mask_of_keys_as_bias
-from jax_kernels.pallas.attention.triton.arrays import (aligned, all_rows, bias_spec, load, load_rows, load_tile, store, whole, whole_array, whole_lists)
-from jax_kernels.pallas.attention.triton.common import (Queries, QueryPrograms, Refs, TracedCall, block_loop, kept_keys, limiting_arrays, run)
+from jax_kernels.pallas.attention.triton.arrays import (
+    aligned,
+    all_rows,
+    bias_spec,
+    load,
+    load_rows,
+    load_tile,
+    store,
+    whole,
+    whole_array,
+    whole_lists,
+)
+from jax_kernels.pallas.attention.triton.common import (
+    Queries,
+    QueryPrograms,
+    Refs,
+    TracedCall,
+    block_loop,
+    kept_keys,
+    limiting_arrays,
+    run,
+)
 from jax_kernels.pallas.attention.triton.score_mod import array_gradients, operands_of, summed, tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.pallas.kernel_types import needed

@@ -20,8 +20,16 @@ from jax_kernels.masks.block_lists import block_status, packed_status
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.block_lists import kept_bits
-from jax_kernels.pallas.attention.triton.arrays import (aligned, all_rows, bias_spec, load, load_rows, load_tile, whole_array)
-from jax_kernels.pallas.attention.triton.common import (Queries, Refs, TracedCall, block_loop, limiting_arrays, run)
+from jax_kernels.pallas.attention.triton.arrays import (
+    aligned,
+    all_rows,
+    bias_spec,
+    load,
+    load_rows,
+    load_tile,
+    whole_array,
+)
+from jax_kernels.pallas.attention.triton.common import Queries, Refs, TracedCall, block_loop, limiting_arrays, run
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
@@ -264,4 +272,3 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
         acc = acc.sum(axis=1)[:, None]
     (dbias_ref,) = refs.outs
     plgpu.store(dbias_ref, acc.astype(dbias_ref.dtype), mask=both(rows, columns, acc.shape))
-

@@ -161,9 +161,7 @@ def prepared_lists(
     return PreparedLists(dataclasses.replace(lists, indices=lists.indices[..., :width], entries=entries), call)
 
 
-def _call_of(
-    inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[int, int], *, by: str
-) -> ListedCall:
+def _call_of(inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[int, int], *, by: str) -> ListedCall:
     heads = inputs.query.shape[2], inputs.key.shape[2]
     return ListedCall.of(inputs, options, *blocks, by=by, heads=heads)
 

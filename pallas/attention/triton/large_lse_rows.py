@@ -23,8 +23,18 @@ from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, At
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import is_large
 from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, Tile, gradient_of_tiles, is_kept
-from jax_kernels.pallas.attention.triton.arrays import (aligned, all_rows, bias_spec, head_mask, load, load_rows, load_tile, whole, whole_array)
-from jax_kernels.pallas.attention.triton.common import (Queries, Refs, TracedCall, limiting_arrays, run)
+from jax_kernels.pallas.attention.triton.arrays import (
+    aligned,
+    all_rows,
+    bias_spec,
+    head_mask,
+    load,
+    load_rows,
+    load_tile,
+    whole,
+    whole_array,
+)
+from jax_kernels.pallas.attention.triton.common import Queries, Refs, TracedCall, limiting_arrays, run
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, Slice, needed

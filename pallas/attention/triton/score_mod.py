@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.inputs.attention import AttentionInputs
-from jax_kernels.pallas.attention.triton.arrays import (aligned)
-from jax_kernels.pallas.attention.triton.common import (Refs, TracedCall)
+from jax_kernels.pallas.attention.triton.arrays import aligned
+from jax_kernels.pallas.attention.triton.common import Refs, TracedCall
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.triton.tensors import iota
 from jax_kernels.score_mod.trace import ScoreMod, moving, with_moving

@@ -21,19 +21,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
-from jax_kernels.masks.block_lists import BlockLists, block_status, compress, packed_lists, sided
+from jax_kernels.masks.block_arithmetic import Grid, most_partial
+from jax_kernels.masks.block_lists import BlockLists, block_lists, block_status, compress, packed_lists, sided
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import whole_mask
 from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, rounded_up
+from jax_kernels.pallas.attention.mask_predicate import MaskPredicate
 from jax_kernels.pallas.attention.sm90.features import head_views, mask_bits
 from jax_kernels.pallas.attention.sm90.features.bias import of_head
 from jax_kernels.pallas.kernel_types import Index, Ref
-from jax_kernels.pallas.mosaic.layouts import PART
+from jax_kernels.pallas.mosaic.layouts import COLUMN, PART, ROW, WGMMA
 
 UNKNOWN = 4  # assumed ratio of a list's static width to its real length, when unknown
+# Bits of partial blocks, 64 MiB: for more, a kernel evaluates the mask where it can.
+MOST_BITS = 1 << 29
 MOST_PAIRS = 1 << 32  # evaluated at once; more if the mask holds an array of at least half as many elements
 COLUMNS = 8  # of the table: values that are read together lie in one sector
 
@@ -51,7 +56,9 @@ class Lists[A: jax.Array | Ref]:
     rows, PART], mask words of partial blocks.
 
     If entries is None, words are the mask words of all blocks: [B, H, blocks of columns, blocks of rows, rows, PART].
-    Most blocks may then be partial, so that a kernel should read the words early.
+    Most blocks may then be partial, so that a kernel should read the words early. If words is None too, a kernel
+    evaluates `predicate` in partial blocks. by: "query" or "key", the side of the work tiles. blocks: (block_q,
+    block_kv).
 
     sharing: the number of query heads that visit each block of a list, one after another, before the next block. keys:
     for lists by query, the approximate number of keys that a query visits.
@@ -59,15 +66,18 @@ class Lists[A: jax.Array | Ref]:
 
     tiles: A
     indices: A
-    entries: A
-    words: A
-    sharing: int = dataclasses.field(metadata={"static": True})
-    keys: int = dataclasses.field(metadata={"static": True})
+    entries: A | None = None
+    words: A | None = None
+    predicate: MaskPredicate[A] | None = None
+    sharing: int = dataclasses.field(metadata={"static": True}, kw_only=True)
+    keys: int = dataclasses.field(metadata={"static": True}, kw_only=True)
+    by: str = dataclasses.field(metadata={"static": True}, kw_only=True)
+    blocks: tuple[int, int] = dataclasses.field(metadata={"static": True}, kw_only=True)
 
     @property
     def has_all_words(self) -> bool:
         """Whether the mask words of all blocks, dead and full ones too, are stored."""
-        return self.entries is None
+        return self.entries is None and self.words is not None
 
     def repeated(self, times: int, batch: int) -> "Lists | None":
         """The lists of a batch that is `times` as large as `batch`, if all entries have one list; else None.
@@ -132,12 +142,33 @@ class ListedBlocks(NamedTuple):
         If the lists have the words of all blocks, only lists by query may call this method, because the entries of a
         list by key also number query heads. Lists by key take `words` and mask_bits.kept.
         """
+        if self.lists.predicate is not None:
+            keep = self._kept(self.lists.predicate, scores.shape, step, row_start)
+            return jnp.where(keep, scores, -jnp.inf)
         if self.lists.has_all_words:
             words = self.words(self.head, self.at(step), row_start, scores.shape[0])
         else:
             entry = self._of_step(self.lists.entries, step)
             words = mask_bits.load_words(self.lists.words.at[entry, pl.ds(row_start, scores.shape[0])])
         return mask_bits.kept(scores, words, by_word=by_word)
+
+    def _kept(self, predicate: MaskPredicate, shape: tuple[int, int], step: Index, row_start: Index) -> jax.Array:
+        """Which pairs of a partial block the predicate keeps: bool of this shape, in the layout of wgmma's results.
+
+        The rows are the work tile's rows from row_start on, the columns the visited block's.
+        """
+        by_query = self.lists.by == "query"
+        rows, columns = self.lists.blocks if by_query else self.lists.blocks[::-1]
+        starts = self.block * rows + row_start, self.at(step) * columns
+        own, other = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + starts[axis] for axis in (0, 1))
+
+        def load(ids: Ref, b: Index, side: int) -> jax.Array:
+            axis = side if by_query else 1 - side
+            of_tile = ids.at[b, pl.ds(starts[axis], shape[axis])]
+            found = plgpu.load(of_tile, layout=COLUMN if axis else ROW, optimized=False)
+            return lax.broadcast_in_dim(found, shape, [axis])
+
+        return predicate.keep(self.b, self.head, *((own, other) if by_query else (other, own)), load)
 
     def words(self, head: Index, other: Index, row_start: Index, rows: int) -> jax.Array:
         """The mask words of `rows` rows of the work tile from row_start on: int32 [rows, PART] in registers.
@@ -168,7 +199,9 @@ def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
     return not is_of_keys or has_tiles or options.deterministic or inputs.score_mod is not None
 
 
-def _call_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, **rest: Any) -> ListedCall:
+def _call_of(
+    inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, **rest: Any
+) -> ListedCall:
     """The ListedCall of a Hopper kernel's call, whose arrays may have more heads than the call."""
     heads = head_views.head_counts(inputs.query, inputs.key, options)
     return ListedCall.of(inputs, options, block_q, block_kv, heads=heads, **rest)
@@ -218,7 +251,8 @@ def prepared_lists(
     lists = _built(mask, offset, call=call, most=most, **statics)
     visits = np.asarray(lists.tiles[:, 3]) // lists.sharing
     width = min(rounded_up(int(visits.max())), lists.indices.shape[-1])
-    indices, entries = (x[..., :width] for x in (lists.indices, lists.entries))
+    indices = lists.indices[..., :width]
+    entries = None if lists.entries is None else lists.entries[..., :width]
     keys = rounded_up(math.ceil(visits.mean() * call.blocks[1]))
     return PreparedLists(dataclasses.replace(lists, indices=indices, entries=entries, keys=keys), call)
 
@@ -240,33 +274,38 @@ def _built(
     """
     group = 1 if call.by == "query" else call.heads // call.kv_heads
     sharing = group if mask.heads == 1 else 1
+    parts: dict[str, Any] = {}
+    sizes: dict[str, Any] = {"lengths": call.lengths, "blocks": call.blocks, "by": call.by}
     evaluates = most is None and mask.is_evaluated and _pairs(mask, call) <= max(MOST_PAIRS, 2 * _largest_array(mask))
     if evaluates:
-        lists, words = _evaluated(mask, offset, call, group // sharing, interpret=interpret)
+        lists, parts["words"] = _evaluated(mask, offset, call, group // sharing, interpret=interpret)
+    elif mask.is_arithmetic and _bits(mask, offset, call, static_offset, most) > MOST_BITS:
+        lists = block_lists(mask, offset, **sizes, static_offset=static_offset)
+        parts["predicate"] = MaskPredicate.of(mask, offset, call.lengths, call.blocks)
     else:
         lists, packed = packed_lists(
-            mask,
-            offset,
-            lengths=call.lengths,
-            blocks=call.blocks,
-            static_offset=static_offset,
-            by=call.by,
-            joined=group // sharing,
-            most=most,
+            mask, offset, **sizes, static_offset=static_offset, joined=group // sharing, most=most
         )
-        words = _words_of_threads(packed.words)
-    entries: Any = None if evaluates else packed.entries
-    # A tile without blocks visits block 0 with bits that are zeros.
+        parts = {"words": _words_of_threads(packed.words), "entries": packed.entries}
+    # A tile without blocks visits block 0, of which the mask keeps no pair.
     total = lists.partial_count + lists.full_count
-    dead = total == 0
-    if not evaluates:  # the last entry has these bits
-        entries = entries.at[..., 0].set(jnp.where(dead, words.shape[0] - 1, entries[..., 0]))
+    if "entries" in parts:  # the last entry has the bits of no pair
+        first = jnp.where(total == 0, parts["words"].shape[0] - 1, parts["entries"][..., 0])
+        parts["entries"] = parts["entries"].at[..., 0].set(first)
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
     heads, width = call.heads // group, lists.indices.shape[-1]
     tiles = _tiles(*counts, call.batch, heads, width * sharing, call.head_group)
     # In masks made of arrays, e.g. for padding, most blocks are probably live.
     keys = width * call.blocks[1] // (1 if evaluates else UNKNOWN)
-    return Lists(tiles, lists.indices, entries, words, sharing, keys)
+    return Lists(tiles, lists.indices, **parts, sharing=sharing, keys=keys, by=call.by, blocks=call.blocks)
+
+
+def _bits(mask: Mask, offset: jax.Array, call: ListedCall, static_offset: int | None, most: int | None) -> int:
+    """The number of bits of the mask's partial blocks. Arguments: as for `_built`."""
+    if most is None:
+        grid = Grid.of(call.lengths, call.blocks, offset, static_offset)
+        most = max(mask.batch, offset.shape[0]) * mask.heads * most_partial(mask.terms(False), grid)
+    return most * math.prod(call.blocks)
 
 
 def _pairs(mask: Mask, call: ListedCall) -> int:

@@ -183,6 +183,16 @@ CASES = {
     | WIDE
     | {"pattern": "global", "heads": 2, "kv_heads": 1, "is_causal": True, "deterministic": True, "prepared": True},
     "prepared_dense": SMALL | {"pattern": "dense", "heads": 2, "kv_heads": 1, "kv_length": 300, "prepared": True},
+    # The kernels evaluate the mask, as they do if its bits would take too much memory.
+    "predicate_64": LARGE
+    | {"pattern": "documents", "heads": 2, "kv_heads": 1, "batch": 2, "predicate": True, "races": True},
+    "predicate_128": SMALL
+    | WIDE
+    | {"pattern": "documents", "heads": 4, "kv_heads": 2, "kv_lengths": [70], "garbage": True}
+    | {"predicate": True, "deterministic": True, "kv_length": 170},
+    "predicate_prepared_64": SMALL
+    | {"pattern": "global", "heads": 2, "kv_length": 280, "prepared": True, "predicate": True}
+    | {"persistent": {"ctas": 2, "v_stages": 2}},
     "everything_64": EVERYTHING,
     "everything_128": EVERYTHING | WIDE | {"races": True},
     "everything_bias_64": EVERYTHING | {"bias": "bhts", "bias_masks": True, "mask": "bs"},
@@ -211,6 +221,7 @@ CASES = {
 QUICK = {
     "split_128_gqa", "window_256_offsets_lengths",
     "bias_64", "mask_128", "lists_128", "persistent_everything_64", "stripes_bias_64",
+    "predicate_64",
 }  # fmt: skip
 
 

@@ -114,6 +114,18 @@ def test_long_sequences_store_no_pair_array():
         assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 100 << 20
 
 
+def test_long_documents_store_no_bits():
+    """Segments could make each block partial, which would take 2 GiB of bits: the kernels evaluate such masks."""
+    query = jax.ShapeDtypeStruct((1, 1 << 17, 16, 128), jnp.bfloat16)
+    mask = masks.causal() & masks.segments(np.zeros((1, 1 << 17), np.int32)) | masks.prefix(16)
+    inputs = AttentionInputs(query, query, query, mask=mask)
+    for by, block_q in (("query", 128), ("key", 64)):
+        sides = {"block_q": block_q, "block_kv": 128, "by": by, "head_group": 8}
+        lists = jax.eval_shape(lambda sides=sides: block_lists.lists_of(inputs, OPTIONS, **sides))
+        assert lists.predicate is not None
+        assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(lists)) < 32 << 20
+
+
 PREPARED = {name: CASES[name][:2] for name in ("of_heads_causal", "shared", "nothing")}
 PREPARED["limited"] = masks.prefix(100) | masks.dilated(7), dataclasses.replace(LIMITED, q_offset=30)
 
