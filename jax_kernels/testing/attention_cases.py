@@ -168,9 +168,9 @@ def _stripes(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def _documents(case: "AttentionCase") -> masks.Mask:
     """Causal attention within documents of 70 tokens, every third key before, and a prefix of each batch entry."""
-    of_side = lambda length: np.tile(np.arange(length, dtype=np.int32) // 70, (case.batch, 1))
+    of_side = lambda length: jnp.tile(jnp.arange(length, dtype=jnp.int32) // 70, (case.batch, 1))
     documents = masks.segments(of_side(case.q_length), of_side(case.kv_length))
-    prefix = masks.prefix(np.arange(case.batch, dtype=np.int32) * 5 + 3)
+    prefix = masks.prefix(jnp.arange(case.batch, dtype=jnp.int32) * 5 + 3)
     return masks.causal() & (documents | masks.dilated(3)) | prefix
 
 

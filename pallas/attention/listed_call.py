@@ -41,9 +41,9 @@ class ListedCall:
     ) -> "ListedCall":
         """The static facts of these inputs on which block lists depend.
 
-        heads: of queries and of keys. by: "query" or "key". The lists by key of "mosaic_gpu" belong to a kv head: if the
-        mask differs between heads, such a list covers all query heads of the kv head's group, whose blocks of queries
-        are numbered one head after another. The lists by key of "triton" belong to a query head.
+        heads: of queries and of keys. by: "query" or "key". The lists by key of "mosaic_gpu" belong to a kv head. If
+        the mask differs between heads, such a list covers all query heads of the kv head's group, whose blocks of
+        queries are numbered one head after another. The lists by key of "triton" belong to a query head.
         head_group: the number of heads whose work tiles are neighbours in the lists' table of tiles; 1 without a table.
         """
         (batch, q_length), kv_length = inputs.query.shape[:2], inputs.key.shape[1]

@@ -1,8 +1,8 @@
-"""Masks of positions and segments as predicates that kernels evaluate, in place of bits."""
+"""Masks of positions and segments as predicates that kernels evaluate instead of reading bits."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ _SIDES = {"q_ids": 0, "kv_ids": 1}
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MaskPredicate[A: jax.Array | Ref]:
+class MaskPredicate[A]:
     """An arithmetic Mask, whose arrays are A: arrays outside a kernel, Refs inside.
 
     arrays: the mask's arrays; ids of queries and of keys are padded to whole blocks with -1, which no query attends to.
@@ -55,15 +55,16 @@ class MaskPredicate[A: jax.Array | Ref]:
         q or k.
         """
         given = zip(self.arrays, self.sides, strict=True)
-        arrays = [x if side is None else _TileIds(x, side, load) for x, side in given]
-        offset = self.offset[jnp.int32(0) if self.offset.shape[0] == 1 else b]
+        arrays: list[Any] = [x if side is None else _TileIds(cast(Ref, x), side, load) for x, side in given]
+        offsets = cast(Ref, self.offset)
+        offset = offsets[jnp.int32(0) if offsets.shape[0] == 1 else b]
         keep = jax.tree.unflatten(self.tree, arrays).elements(b, h, q, k, q_offset=offset)
         return keep if self.kv_end is None else keep & (k < self.kv_end)
 
 
 @dataclasses.dataclass(frozen=True)
 class _TileIds:
-    """Stands for the ids [B or 1, length] of a Segments mask in a kernel: a look-up gives the ids of the whole tile."""
+    """Replaces the ids [B or 1, length] of a Segments mask in a kernel: a look-up gives the ids of the whole tile."""
 
     ids: Ref
     side: int
@@ -73,8 +74,8 @@ class _TileIds:
     def shape(self) -> tuple[int, ...]:
         return self.ids.shape
 
-    def __getitem__(self, place: tuple[Index, Any]) -> jax.Array:
-        return self.load(self.ids, place[0], self.side)
+    def __getitem__(self, index: tuple[Index, Any]) -> jax.Array:
+        return self.load(self.ids, index[0], self.side)
 
 
 def _padded(x: jax.Array, side: int | None, blocks: tuple[int, int]) -> jax.Array:

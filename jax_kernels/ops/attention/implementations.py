@@ -365,8 +365,8 @@ def prepared_lists(choice: Choice, inputs: AttentionInputs, options: AttentionOp
         return ()
     with jax.enable_x64(False):
         if choice.implementation == "triton":
-            every = common_triton.listed_blocks(inputs, choice.config.forward, choice.config.backward)
-            return tuple(lists_triton.prepared_lists(inputs, options, blocks, by=by) for blocks, by in every)
+            sides = common_triton.listed_blocks(inputs, choice.config.forward, choice.config.backward)
+            return tuple(lists_triton.prepared_lists(inputs, options, blocks, by=by) for blocks, by in sides)
         if choice.implementation != "mosaic_gpu":
             return ()
         widest = max(inputs.query.shape[-1], inputs.value.shape[-1])

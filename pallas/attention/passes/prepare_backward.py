@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Float32
 
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.arrays import head_mask
-
 from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, padded
 from jax_kernels.pallas.varying import result_types
 

@@ -11,7 +11,6 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
 from jax_kernels.pallas.attention.triton.arrays import head_mask
-
 from jax_kernels.pallas.triton.tensors import iota, padded
 from jax_kernels.pallas.varying import result_types
 

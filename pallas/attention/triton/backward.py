@@ -20,8 +20,6 @@ from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
-from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, gradient_of_tiles
-from jax_kernels.pallas.attention.triton.block_lists import ListedBlocks, with_mask_of_keys_as_bias
 from jax_kernels.pallas.attention.triton.arrays import (
     aligned,
     all_rows,
@@ -34,6 +32,8 @@ from jax_kernels.pallas.attention.triton.arrays import (
     whole_array,
     whole_lists,
 )
+from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, gradient_of_tiles
+from jax_kernels.pallas.attention.triton.block_lists import ListedBlocks, with_mask_of_keys_as_bias
 from jax_kernels.pallas.attention.triton.common import (
     Queries,
     QueryPrograms,
@@ -98,8 +98,8 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call
 
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
     q_ids, kv_ids: segment ids, or None. lse: in base 2, or in natural units if call.may_mask. operands: of the
-    score_mod, empty without one. lists: the block lists by key, or None. sums by key: for each operand with an axis of keys that has a gradient, its gradient
-    summed over queries, [B, H, S] float32.
+    score_mod, empty without one. lists: the block lists by key, or None. sums by key: for each operand with an
+    axis of keys that has a gradient, its gradient summed over queries, [B, H, S] float32.
     """
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries of the query heads of this key head; without an axis of heads if the group has one head.
@@ -224,8 +224,8 @@ def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call,
 
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
     q_ids, kv_ids: segment ids, or None. lse: in base 2, or in natural units if call.may_mask. operands: of the
-    score_mod, empty without one. lists: the block lists by query, or None. sums by query: for each operand without an axis of keys that has a gradient, its
-    gradient summed over keys, [B, H, T] float32.
+    score_mod, empty without one. lists: the block lists by query, or None. sums by query: for each operand without
+    an axis of keys that has a gradient, its gradient summed over keys, [B, H, T] float32.
     """
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands, lists)
     rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}

@@ -19,7 +19,6 @@ from jax_kernels.masks.arrays import dense
 from jax_kernels.masks.block_lists import block_status, packed_status
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.pallas.attention import block_ranges
-from jax_kernels.pallas.attention.triton.block_lists import kept_bits
 from jax_kernels.pallas.attention.triton.arrays import (
     aligned,
     all_rows,
@@ -29,10 +28,11 @@ from jax_kernels.pallas.attention.triton.arrays import (
     load_tile,
     whole_array,
 )
+from jax_kernels.pallas.attention.triton.block_lists import kept_bits
 from jax_kernels.pallas.attention.triton.common import Queries, Refs, TracedCall, block_loop, limiting_arrays, run
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
-from jax_kernels.pallas.kernel_types import Index, Ref, needed
+from jax_kernels.pallas.kernel_types import needed
 from jax_kernels.pallas.triton.tensors import both, iota, padded, reaches, row_mask
 
 DEAD, WHOLE = -2, -1  # of Pairs.entries

@@ -6,7 +6,7 @@ masks.block_lists. Source of the scheme: Dao et al., "FlashAttention" (2022), ar
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,17 @@ from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import key_lengths, whole_mask, without_limits
 from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, rounded_up
 from jax_kernels.pallas.attention.mask_predicate import MaskPredicate
-from jax_kernels.pallas.kernel_types import Index, Ref
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.triton.tensors import iota
 
 WORD = 32  # bits
 
+type Whole = tuple[jax.Array, pl.BlockSpec]  # an input of a kernel whose programs all have the whole array
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Lists[A]:
+class Lists[A: jax.Array | Ref | Whole]:
     """The block lists of a call as a kernel reads them, all int32.
 
     indices: [B or 1, H or 1, blocks, width], the blocks to visit, full blocks first. counts: [B or 1, H or 1, blocks,
@@ -53,17 +55,18 @@ class Lists[A]:
 
     def repeated(self, times: int, batch: int) -> "Lists | None":
         """The lists of a batch that is `times` as large as `batch`, if all entries have one list; else None."""
-        return self if self.indices.shape[0] == 1 else None
+        return self if cast(jax.Array, self.indices).shape[0] == 1 else None
 
     def of(self, b: Index, h: Index, block: Index) -> "ListedBlocks":
         """The list of a block of query head h of batch entry b, inside a kernel whose Lists are Refs."""
-        of_block = (*place(self.counts, b, h), block)
-        return ListedBlocks(self, b, h, block, full=self.counts[(*of_block, 0)], count=self.counts[(*of_block, 1)])
+        counts = cast(Ref, self.counts)
+        of_block = (*head_index(counts, b, h), block)
+        return ListedBlocks(self, b, h, block, full=counts[(*of_block, 0)], count=counts[(*of_block, 1)])
 
 
 @dataclasses.dataclass(frozen=True)
 class ListedBlocks:
-    """The blocks that a program visits: steps 0 ... count - 1, of which the first `full` are full blocks.
+    """The blocks that a program visits: steps 0 ... count - 1. The first `full` blocks are full.
 
     b, h, block: the batch entry, the query head, and the block that the program owns.
     """
@@ -90,7 +93,7 @@ class ListedBlocks:
         by_query = lists.by == "query"
         rows, columns = lists.blocks if by_query else lists.blocks[::-1]
         if lists.predicate is None:
-            return kept_bits(lists.words, self._of_step(lists.entries, step), columns)
+            return kept_bits(needed(lists.words), self._of_step(needed(lists.entries), step), columns)
         row, column = self.block * rows, self.at(step) * columns
         own, other = (row + iota(rows))[:, None], (column + iota(columns))[None, :]
         q, k = (own, other) if by_query else (other, own)
@@ -103,10 +106,10 @@ class ListedBlocks:
         return jnp.broadcast_to(lists.predicate.keep(self.b, self.h, q, k, load), (rows, columns))
 
     def _of_step(self, ref: Ref, step: Index) -> jax.Array:
-        return ref[(*place(ref, self.b, self.h), self.block, step)]
+        return ref[(*head_index(ref, self.b, self.h), self.block, step)]
 
 
-def place(ref: Ref, b: Index, h: Index) -> tuple[Index, Index]:
+def head_index(ref: Ref, b: Index, h: Index) -> tuple[Index, Index]:
     """The first two indices into an array [B or 1, H or 1, ...] for batch entry b and head h."""
     return jnp.int32(0) if ref.shape[0] == 1 else b, jnp.int32(0) if ref.shape[1] == 1 else h
 

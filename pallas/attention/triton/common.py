@@ -19,13 +19,13 @@ from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.arrays import (
+    ALIGNED,
     all_rows,
+    bias_spec,
+    load_rows,
     whole,
     whole_array,
     whole_lists,
-    bias_spec,
-    load_rows,
-    ALIGNED,
 )
 from jax_kernels.pallas.attention.triton.block_lists import (
     ListedBlocks,
@@ -34,8 +34,8 @@ from jax_kernels.pallas.attention.triton.block_lists import (
     without_listed_limits,
 )
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton
-from jax_kernels.pallas.kernel_types import Index, Ref, Slice, needed
-from jax_kernels.pallas.triton.tensors import both, fit, iota, padded, row_mask
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
+from jax_kernels.pallas.triton.tensors import fit, iota, padded
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.score_mod.tile_reads import TileMod, split
 
@@ -297,8 +297,9 @@ def run(
 ) -> tuple[jax.Array, ...]:
     """Runs kernel(refs, call=call, **rest) as a pallas_call over `grid`, and returns the arrays that it writes.
 
-    ins: the inputs by the names of Refs: an (array, BlockSpec) pair, a list or Lists of pairs, or None. outs: (ShapeDtypeStruct,
-    BlockSpec) pairs. If ins has "sums", the outs use the memory of these arrays: values that no program writes stay.
+    ins: the inputs by the names of Refs: an (array, BlockSpec) pair, a list or Lists of pairs, or None. outs:
+    (ShapeDtypeStruct, BlockSpec) pairs. If ins has "sums", the outs use the memory of these arrays: values that no
+    program writes stay.
     """
     before = jax.tree.leaves([x for key, x in ins.items() if key != "sums"], is_leaf=lambda x: isinstance(x, tuple))
     ins = {key: x for key, x in ins.items() if key != "sums"} | {"sums": ins.get("sums", [])}
@@ -354,8 +355,9 @@ class QueryPrograms:
     """The operands of a kernel whose programs (i, h, b) own a block of queries of head h of batch entry b each.
 
     A program loops over the keys. limiting: (bounds, segment ids of queries, segment ids of keys), as limiting_arrays
-    returns them. operands: the arrays that a score_mod reads. lists: the block lists by query, or None. Attributes: `grid`; `ins`, the inputs for `run`;
-    `q_block`, the function from i to the block of queries; `row_spec`, the BlockSpec of an array [B, H, T].
+    returns them. operands: the arrays that a score_mod reads. lists: the block lists by query, or None.
+    Attributes: `grid`; `ins`, the inputs for `run`; `q_block`, the function from i to the block of queries; `row_spec`,
+    the BlockSpec of an array [B, H, T].
     """
 
     def __init__(

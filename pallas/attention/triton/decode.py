@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.arrays import all_rows, load, store, whole, whole_array
-
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.triton.tensors import SMALLEST, fit, iota, padded

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Float32
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
-from jax_kernels.pallas.attention.triton.block_lists import with_mask_of_keys_as_bias
 from jax_kernels.pallas.attention.triton.arrays import aligned, load, load_rows, load_tile, store, whole_array
+from jax_kernels.pallas.attention.triton.block_lists import with_mask_of_keys_as_bias
 from jax_kernels.pallas.attention.triton.common import (
     Queries,
     QueryPrograms,
@@ -29,8 +29,7 @@ from jax_kernels.pallas.attention.triton.common import (
 )
 from jax_kernels.pallas.attention.triton.score_mod import operands_of, tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton
-from jax_kernels.pallas.kernel_types import needed
-from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
+from jax_kernels.pallas.triton.tensors import padded, row_mask
 
 
 def attention_forward(

@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Float32
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import is_large
-from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, Tile, gradient_of_tiles, is_kept
 from jax_kernels.pallas.attention.triton.arrays import (
     aligned,
     all_rows,
@@ -34,6 +33,7 @@ from jax_kernels.pallas.attention.triton.arrays import (
     whole,
     whole_array,
 )
+from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, Tile, gradient_of_tiles, is_kept
 from jax_kernels.pallas.attention.triton.common import Queries, Refs, TracedCall, limiting_arrays, run
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton

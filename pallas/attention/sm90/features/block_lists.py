@@ -33,7 +33,7 @@ from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, 
 from jax_kernels.pallas.attention.mask_predicate import MaskPredicate
 from jax_kernels.pallas.attention.sm90.features import head_views, mask_bits
 from jax_kernels.pallas.attention.sm90.features.bias import of_head
-from jax_kernels.pallas.kernel_types import Index, Ref
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.layouts import COLUMN, PART, ROW, WGMMA
 
 UNKNOWN = 4  # assumed ratio of a list's static width to its real length, when unknown
@@ -87,7 +87,7 @@ class Lists[A: jax.Array | Ref]:
         if self.indices.shape[0] > 1:
             return None
         first = jnp.arange(times, dtype=jnp.int32)[:, None, None] * batch
-        tiles = self.tiles + first * (jnp.arange(COLUMNS, dtype=jnp.int32) == 0)
+        tiles: Any = self.tiles + cast(Any, first) * (jnp.arange(COLUMNS, dtype=jnp.int32) == 0)
         return dataclasses.replace(self, tiles=tiles.reshape(-1, COLUMNS))
 
     def blocks_of(self, tile: Index) -> "ListedBlocks":
@@ -148,11 +148,11 @@ class ListedBlocks(NamedTuple):
         if self.lists.has_all_words:
             words = self.words(self.head, self.at(step), row_start, scores.shape[0])
         else:
-            entry = self._of_step(self.lists.entries, step)
-            words = mask_bits.load_words(self.lists.words.at[entry, pl.ds(row_start, scores.shape[0])])
+            entry = self._of_step(needed(self.lists.entries), step)
+            words = mask_bits.load_words(needed(self.lists.words).at[entry, pl.ds(row_start, scores.shape[0])])
         return mask_bits.kept(scores, words, by_word=by_word)
 
-    def _kept(self, predicate: MaskPredicate, shape: tuple[int, int], step: Index, row_start: Index) -> jax.Array:
+    def _kept(self, predicate: MaskPredicate, shape: tuple[int, ...], step: Index, row_start: Index) -> jax.Array:
         """Which pairs of a partial block the predicate keeps: bool of this shape, in the layout of wgmma's results.
 
         The rows are the work tile's rows from row_start on, the columns the visited block's.
@@ -175,7 +175,7 @@ class ListedBlocks(NamedTuple):
 
         head: a query head. other: the index of the visited block. The lists must have the words of all blocks.
         """
-        of_block = of_head(self.lists.words, self.b, head).at[other, self.block]
+        of_block = of_head(needed(self.lists.words), self.b, head).at[other, self.block]
         return mask_bits.load_words(of_block.at[pl.ds(row_start, rows)])
 
     def _of_step(self, ref: Ref, step: Index) -> jax.Array:
@@ -287,7 +287,7 @@ def _built(
             mask, offset, **sizes, static_offset=static_offset, joined=group // sharing, most=most
         )
         parts = {"words": _words_of_threads(packed.words), "entries": packed.entries}
-    # A tile without blocks visits block 0, of which the mask keeps no pair.
+    # A tile without blocks visits block 0. The mask keeps no pair of this block.
     total = lists.partial_count + lists.full_count
     if "entries" in parts:  # the last entry has the bits of no pair
         first = jnp.where(total == 0, parts["words"].shape[0] - 1, parts["entries"][..., 0])
