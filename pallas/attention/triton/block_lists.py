@@ -6,6 +6,7 @@ masks.block_lists. Source of the scheme: Dao et al., "FlashAttention" (2022), ar
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -16,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
-from jax_kernels.masks.block_lists import block_lists, block_status, packed_lists
+from jax_kernels.masks.block_lists import BlockLists, block_lists, block_status, compress, packed_lists
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import key_lengths, whole_mask, without_limits
 from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, rounded_up
@@ -40,7 +41,8 @@ class Lists[A: jax.Array | Ref | Whole]:
     A kernel evaluates `predicate` in partial blocks. It is None if the mask is not arithmetic. Then entries, shaped as
     indices, has the index into `words` of each partial block. words: [entries, ceil(columns / 32), rows], the bits of
     partial blocks: bit j % 32 of word [j // 32, i] is row i and column j. Rows belong to the side of the programs,
-    columns to the visited blocks.
+    columns to the visited blocks. If entries is None too, words are the bits of all pairs, [B or 1, H or 1, all columns
+    / 32, all rows].
 
     by: "query" or "key", the side of the programs. blocks: (block_q, block_kv).
     """
@@ -92,9 +94,13 @@ class ListedBlocks:
         lists = self.lists
         by_query = lists.by == "query"
         rows, columns = lists.blocks if by_query else lists.blocks[::-1]
+        row, column = self.block * rows, self.at(step) * columns
+        if lists.predicate is None and lists.entries is None:
+            words, of_head = needed(lists.words), head_index(needed(lists.words), self.b, self.h)
+            first = lax.div(column, jnp.int32(WORD))
+            return unpacked(lambda i: words.at[(*of_head, first + i, pl.ds(row, rows))], columns)
         if lists.predicate is None:
             return kept_bits(needed(lists.words), self._of_step(needed(lists.entries), step), columns)
-        row, column = self.block * rows, self.at(step) * columns
         own, other = (row + iota(rows))[:, None], (column + iota(columns))[None, :]
         q, k = (own, other) if by_query else (other, own)
 
@@ -116,11 +122,15 @@ def head_index(ref: Ref, b: Index, h: Index) -> tuple[Index, Index]:
 
 def kept_bits(words: Ref, entry: Index, columns: int) -> jax.Array:
     """The bits of one entry of `words` [entries, ceil(columns / 32), rows]: bool [rows, columns]."""
+    return unpacked(lambda i: words.at[entry, jnp.int32(i), :], columns)
+
+
+def unpacked(words: Callable[[int], Ref], columns: int) -> jax.Array:
+    """The bits of a tile: bool [rows, columns]. words(i): the words [rows] of columns 32 * i to 32 * i + 31."""
     of_columns = iota(columns)[None, :]
-    load_word = lambda i: plgpu.load(words.at[entry, jnp.int32(i), :])[:, None]
-    word = load_word(0)
-    for i in range(1, words.shape[1]):
-        word = jnp.where(of_columns // WORD == i, load_word(i), word)
+    word = plgpu.load(words(0))[:, None]
+    for i in range(1, pl.cdiv(columns, WORD)):
+        word = jnp.where(of_columns // WORD == i, plgpu.load(words(i))[:, None], word)
     return (word >> of_columns % WORD) & 1 != 0
 
 
@@ -182,12 +192,31 @@ def _built(
     if mask.is_arithmetic:
         lists = block_lists(mask, offset, **sizes, static_offset=static_offset)
         parts = {"predicate": MaskPredicate.of(mask, offset, call.lengths, call.blocks)}
+    elif most is None and mask.is_evaluated and not any(block % WORD for block in call.blocks):
+        lists, parts["words"] = _evaluated(mask, offset, call)
     else:
         lists, packed = packed_lists(mask, offset, **sizes, static_offset=static_offset, most=most)
         # The entry of a full block, -1, is not read.
         parts = {"entries": packed.entries, "words": lax.bitcast_convert_type(packed.words, jnp.int32)}
     counts = jnp.stack([lists.full_count, lists.full_count + lists.partial_count], axis=-1)
     return Lists(indices=lists.indices, counts=counts, **parts, by=call.by, blocks=call.blocks)
+
+
+def _evaluated(mask: Mask, offset: jax.Array, call: ListedCall) -> tuple[BlockLists, jax.Array]:
+    """(lists, words of all pairs) of a mask, by evaluating all its pairs."""
+    keep = mask.to_dense(*call.lengths, q_offset=offset)
+    rows, columns = call.blocks
+    if call.by == "query":
+        keep = keep.swapaxes(2, 3)
+    else:
+        rows, columns = columns, rows
+    keep = jnp.pad(keep, ((0, 0), (0, 0), (0, -keep.shape[2] % columns), (0, -keep.shape[3] % rows)))
+    bits = keep.reshape(*keep.shape[:2], -1, WORD, keep.shape[3]).astype(jnp.uint32)
+    words = (bits << jnp.arange(WORD, dtype=jnp.uint32)[:, None]).sum(axis=3, dtype=jnp.uint32)
+    blocks = words.reshape(*words.shape[:2], -1, columns // WORD, words.shape[3] // rows, rows)
+    alive, full = (blocks != 0).any(axis=(3, 5)), (blocks == ~jnp.uint32(0)).all(axis=(3, 5))
+    alive, full = alive.swapaxes(2, 3), full.swapaxes(2, 3)
+    return compress(alive, full, alive.shape[-1]), lax.bitcast_convert_type(words, jnp.int32)
 
 
 def without_listed_limits(

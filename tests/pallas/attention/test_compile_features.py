@@ -25,6 +25,13 @@ CASES = {
     "bias_lists": ("h200", {"bias": [1, 8, 4001, 3999], "longformer": 512, "implementation": "mosaic_gpu"}),
     "score_mod": ("h200", {"score_mod": True, "is_causal": True, "kv_heads": 2}),
     "score_mod_float32": ("a100", {"score_mod": True, "dtype": "float32"}),
+    "lists": ("a6000", {"longformer": 512, "kv_heads": 2}),
+    "lists_segments": ("a100", {"longformer": 512, "segment_ids": True, "kv_lengths": True, "is_causal": True}),
+    "lists_of_an_array": ("rtx4090", {"mask": [1, 8, 4001, 3999], "is_causal": True}),
+    "lists_blackwell": ("b200", {"longformer": 512, "segment_ids": True}),
+    "lists_rtx_blackwell": ("rtx pro 6000", {"longformer": 512, "segment_ids": True}),
+    "lists_bias": ("a100", {"longformer": 512, "bias": [1, 8, 4001, 3999]}),
+    "lists_score_mod": ("h200", {"longformer": 512, "score_mod": True}),
     "everything": ("a100", EVERYTHING | {"bias": [1, 8, 4001, 3999], "bias_dtype": "float32"}),
 }
 # Bytes that a kernel may spill. Reading a bias value by value would spill 25,000.
@@ -84,14 +91,14 @@ def _compile(gpu: str, options: dict) -> list[str]:
 
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
-@pytest.mark.parametrize("case", tiers.cases(CASES, {"everything"}))
+@pytest.mark.parametrize("case", tiers.cases(CASES, {"everything", "lists_segments"}))
 def test_features_in_triton(case):
     gpu, options = CASES[case]
     printed, _, others = compile_case.compile_script(__file__, gpu, json.dumps(options))
     names = json.loads(printed)
     kernels = {name: figures for name, figures in others.items() if name.startswith(tuple(names))}
-    # The bias's gradient, and a kernel for rows far from 0. An array mask adds its bits, for both directions, and its
-    # live blocks.
+    # The bias's gradient, and a kernel for rows far from 0. In Hopper kernels an array mask adds its bits, for both
+    # directions, and its live blocks.
     of_mosaic = 5 if "mask" in options else 2
     expected = of_mosaic if "implementation" in options else 4 if "bias" in options else 3
     assert len(names) == len(kernels) == expected, (names, kernels)
