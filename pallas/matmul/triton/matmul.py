@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.kernel_types import Index
 from jax_kernels.pallas.matmul.refs import MatmulInputRefs, MatmulResultRefs
 from jax_kernels.pallas.matmul.triton.state import EpilogueTraits, Span, Sums, Tile, Traits
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import fit
 from jax_kernels.pallas.varying import result_types
 
