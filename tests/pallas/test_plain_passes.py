@@ -100,7 +100,7 @@ def test_both_ways_in_8_bits(both, scaling):
 
 
 def test_other_passes_are_replaced(monkeypatch):
-    """XLA computes what these passes compute, where their `takes` is False; their own tests compare the two."""
+    """XLA does the work of these passes where their `takes` is False; their own tests compare the two."""
     ranked = Ranked(*(jnp.zeros(shape, jnp.int32) for shape in ((1, 2, 128), (1, 2, 128), (1, 128), (1, 128))))
     out = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     takes = (

@@ -341,17 +341,17 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
             of_large_rows = kernel(large_lse_rows.large_rows, "array_gradients")
             gradients = of_large_rows(as_in_lse, options, gradients, *results, lse_lo, **statics)
         else:
-            gradients = with_large_rows(as_in_lse, options, gradients, *results, lse_lo)
+            gradients = with_large_rows(as_in_lse, options, gradients, *results, lse_lo=lse_lo)
         if options.bias_gradient and gradients.bias is None:
             if backend.AVAILABLE:
                 of_bias = kernel(bias_gradient_triton.bias_gradient, "array_gradients")
                 dbias = of_bias(as_in_lse, options, *results, lse_lo=lse_lo, **statics)
             else:
-                dbias = reference.backward(as_in_lse, options, *results, lse_lo).bias
+                dbias = reference.backward(as_in_lse, options, *results, lse_lo=lse_lo).bias
             gradients = gradients._replace(bias=dbias.astype(inputs.bias.dtype))
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
         # These are extra passes. Triton has two; XLA removes one if the arrays do not need it. Cases that Triton does
-        # not support, such as masks, are summed over the live blocks.
+        # not support, such as masks, and all cases without Pallas-Triton, are summed over the live blocks.
         if backend.AVAILABLE and inputs.mask is None and why_not(inputs.score_mod) is None:
             by_triton = kernel(backward_triton.attention_backward, "array_gradients")
             of_arrays = by_triton(*arguments, lse_lo=lse_lo, **statics).score_mod

@@ -26,7 +26,8 @@ def takes(mask: Ranked, columns: int) -> bool:
     has room for it.
     """
     longest = max(mask.last.shape[2], mask.rank.shape[2])
-    return backend.AVAILABLE and columns % PART == 0 and max(mask.batch * mask.heads, pl.cdiv(longest, columns)) <= MOST_PROGRAMS
+    programs = max(mask.batch * mask.heads, pl.cdiv(longest, columns))
+    return backend.AVAILABLE and columns % PART == 0 and programs <= MOST_PROGRAMS
 
 
 def packed(
