@@ -87,6 +87,10 @@ def slopes(query, key, value, slope):
     return jax_kernels.flash_attention(query, key, value, score_mod=lambda s, b, h, q, k: s + slope[h] * (q - k))
 
 
+def low_bit(x, w):
+    return jax_kernels.matmul(x, jax_kernels.quantize(w, "int4"), implementation="mosaic_gpu")
+
+
 def hopper_calls():
     """By name: (function, its arrays, a kernel of its program), as planned for an H200."""
     return {
@@ -126,6 +130,7 @@ def hopper_calls():
             )
             for scaling in ("tensor", "row", "block")
         },
+        "low_bit": (low_bit, (spec(3, 1024), spec(1024, 512)), "matmul_low_bit_sm90"),
         "wide_norm": (gradients(jax_kernels.rms_norm), (spec(256, 16384), spec(16384)), "norm_forward_sm90"),
     }
 

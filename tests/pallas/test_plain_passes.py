@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.inputs.normalization import NormInputs, NormOptions
 from jax_kernels.masks.ranked_mask import Ranked
 from jax_kernels.ops.attention import implementations
@@ -27,6 +28,8 @@ from jax_kernels.pallas.attention.softmax import is_large
 from jax_kernels.pallas.attention.triton import bias_gradient, decode, large_lse_rows
 from jax_kernels.pallas.block_specs.normalization_specs import NormBackwardTriton
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
+from jax_kernels.pallas.matmul.triton import matmul
+from jax_kernels.pallas.matmul.triton.state import Sums
 from jax_kernels.pallas.triton import backend
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference import normalization as norm_reference
@@ -97,6 +100,38 @@ def test_both_ways_in_8_bits(both, scaling):
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=0.13)
         assert (x == y).mean() > 0.98
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """EpilogueTraits of a launch whose work tiles are split."""
+
+    options: MatmulOptions
+    transposes_sums: bool
+    m: int = 5
+    n: int = 192
+    splits: int = 3
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("transposes_sums", [False, True])
+def test_sums_of_splits(both, transposes_sums, is_gated):
+    options = MatmulOptions(out_dtype="float32", activation=jnp.tanh, saves_preactivation=True)
+    launch = Launch(options=options, transposes_sums=transposes_sums)
+    sums = [normal(*((3, 192, 8) if transposes_sums else (3, 5, 192)), seed=seed) for seed in range(1 + is_gated)]
+    arrays = {"x": None, "w": None, "w_up": normal(1) if is_gated else None}
+    inputs = MatmulInputs(bias=normal(192, seed=2), residual=normal(5, 192, seed=3), **arrays)
+    assert_equal(*both(lambda: matmul.joined(launch, inputs, Sums(*sums), interpret=True)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_derivative_of_sums_of_splits(both, is_gated):
+    options = MatmulOptions(out_dtype="float32", activation=jnp.tanh, derivative=lambda x: 1 - jnp.tanh(x) ** 2)
+    launch = Launch(options=options, transposes_sums=False)
+    up = normal(5, 192, seed=2) if is_gated else None
+    inputs = MatmulInputs(x=None, w=None, preactivation=normal(5, 192, seed=1), up=up)
+    sums = Sums(product=normal(3, 5, 192))
+    assert_equal(*both(lambda: matmul.joined(launch, inputs, sums, interpret=True)), rtol=1e-5, atol=1e-5)
 
 
 def test_other_passes_are_replaced(monkeypatch):
