@@ -332,6 +332,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
     None. out, dlse: the forward's out and the cotangent of lse, from which the kernels compute delta; delta is then
     None. They are given only if `takes_results` is True. A dlse of None is zeros.
     """
+    lse, delta, dout = results
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     by_kernel = kernel(backward_sm90.attention_backward, "backward")
     gradients = by_kernel(*arguments, dquery=dquery, lse_lo=lse_lo, out=out, dlse=dlse, **statics)
@@ -341,13 +342,13 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
             of_large_rows = kernel(large_lse_rows.large_rows, "array_gradients")
             gradients = of_large_rows(as_in_lse, options, gradients, *results, lse_lo, **statics)
         else:
-            gradients = with_large_rows(as_in_lse, options, gradients, *results, lse_lo=lse_lo)
+            gradients = with_large_rows(as_in_lse, options, gradients, lse, delta, dout, lse_lo)
         if options.bias_gradient and gradients.bias is None:
             if backend.AVAILABLE:
                 of_bias = kernel(bias_gradient_triton.bias_gradient, "array_gradients")
                 dbias = of_bias(as_in_lse, options, *results, lse_lo=lse_lo, **statics)
             else:
-                dbias = reference.backward(as_in_lse, options, *results, lse_lo=lse_lo).bias
+                dbias = reference.backward(as_in_lse, options, lse, delta, dout, lse_lo).bias
             gradients = gradients._replace(bias=dbias.astype(inputs.bias.dtype))
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
         # These are extra passes. Triton has two; XLA removes one if the arrays do not need it. Cases that Triton does
@@ -356,7 +357,6 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
             by_triton = kernel(backward_triton.attention_backward, "array_gradients")
             of_arrays = by_triton(*arguments, lse_lo=lse_lo, **statics).score_mod
         else:
-            lse, delta, dout = results
             of_arrays = array_gradients(inputs, options, lse, delta, dout, lse_lo)
         gradients = gradients._replace(score_mod=of_arrays)
     return gradients
