@@ -17,7 +17,7 @@ else
 CUDA := ,cuda
 endif
 
-.PHONY: demo docs test test-all test-gpu test-sanitizer lint newest oldest clean
+.PHONY: demo docs test test-all test-gpu test-sanitizer test-without-triton lint newest oldest clean
 
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
@@ -29,6 +29,8 @@ FIRST := tests/benchmarks tests/bridge tests/cli
 SECOND := tests/masks tests/models tests/ops
 HOUSE := tests/test_house.py
 THIRD := tests $(foreach path,$(FIRST) $(SECOND) $(HOUSE),--ignore=$(path))
+
+WITHOUT_TRITON := tests/ops tests/masks tests/models tests/pallas
 
 test: .venv/.dev lint docs
 	$(PYTEST) -m "not slow" $(ARGS) $(FIRST)
@@ -48,6 +50,10 @@ test-gpu: .venv/.dev
 # compute-sanitizer's tools over one small call of every kernel, on a Hopper GPU.
 test-sanitizer: .venv/.dev
 	PYTHONPATH=. $(BIN)/python tests/tools/sanitizer.py $(ARGS)
+
+# The tests where Pallas-Triton cannot be imported, as with a later JAX. Tests of Triton kernels are skipped.
+test-without-triton: .venv/.dev
+	JAX_KERNELS_TESTS_WITHOUT_TRITON=1 $(PYTEST) -m "not slow" $(ARGS) $(WITHOUT_TRITON)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -50,6 +50,25 @@ def test_arguments_are_passed_by_name():
     assert not found
 
 
+def test_one_module_imports_pallas_triton():
+    """JAX may remove Pallas-Triton: only pallas/triton/backend.py imports it, and says whether it exists."""
+
+    def modules_of(path):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+    backends = ("jax.experimental.pallas.triton", "jax._src.pallas.triton")
+    found = {
+        str(path.relative_to(ROOT))
+        for path in LIBRARY + TESTS
+        if any(name == x or name.startswith(f"{x}.") for name in modules_of(path) for x in backends)
+    }
+    assert found == {"pallas/triton/backend.py"}
+
+
 def test_docstrings_are_sentences():
     """No docstring begins with a word that usually begins a fragment."""
     words = tuple(f"{word} " for word in ("Of", "What", "In", "Whose", "Where"))

@@ -2,6 +2,7 @@
 
 from jax_kernels.dispatch import Request, interpreting
 from jax_kernels.pallas.mosaic import interpreter
+from jax_kernels.pallas.triton import backend
 
 OUT_OF_REACH = "Pallas' Triton does not reach all of an array of 2 to 4 GiB whose elements have one byte"
 
@@ -14,6 +15,14 @@ def no_gpu(request: Request) -> str | None:
     if request.device.compute_capability is not None or interpreting():
         return None
     return f"it needs an NVIDIA GPU, and this runs on {request.device.name} (JAX_KERNELS_INTERPRET=1 interprets it)"
+
+
+def no_triton(request: Request) -> str | None:
+    """The reason why no Triton kernel can run: this JAX lacks Pallas-Triton, or the request's GPU is too old.
+
+    None if the GPU is new enough, and on a device without a GPU, which other checks refuse.
+    """
+    return below(request, (8, 0)) if backend.AVAILABLE else "this JAX has no Pallas-Triton"
 
 
 def not_hopper(request: Request) -> str | None:

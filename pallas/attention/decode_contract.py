@@ -17,6 +17,7 @@ for all of them: row t * H / Hkv + g is query t of head g.
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 # The cost of a split in addition to its keys, and the cost of merging, in blocks of keys: a few microseconds each.
@@ -45,6 +46,29 @@ def unpack(
     group = heads // kv_heads
     out, lse = (x[:, :, : group * q_length].reshape(batch, kv_heads, q_length, group, *x.shape[3:]) for x in (out, lse))
     return out.swapaxes(1, 2).reshape(batch, q_length, heads, -1), lse.swapaxes(2, 3).reshape(batch, heads, q_length)
+
+
+def merged(
+    out: Float32[Array, "B Hkv parts rows Dv"],
+    lse: Float32[Array, "B Hkv parts more_rows"],
+    q_length: int,
+    heads: int,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
+    """(out [B, T, H, Dv] in `dtype`, lse [B, H, T]) over all keys, from results over parts of the keys, by XLA.
+
+    The weight of a part is its fraction of the sum of exponentials. lse: natural log. A row whose parts all have
+    lse = -inf gets out = 0.
+    """
+    lse = lse[..., : out.shape[3]]
+    highest = lse.max(axis=2)
+    shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+    weights = jnp.exp(lse - shift[:, :, None])
+    total = weights.sum(axis=2)
+    safe = jnp.where(total == 0.0, 1.0, total)
+    out = (out * weights[..., None]).sum(axis=2) / safe[..., None]
+    lse = jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(safe))
+    return unpack(out.astype(dtype), lse, q_length, heads)
 
 
 def row_sinks(

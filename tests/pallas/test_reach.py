@@ -17,6 +17,7 @@ from jax_kernels.pallas.triton import tensors
 from jax_kernels.quantization import QuantizedArray
 from jax_kernels.quantization.formats import LowBit
 
+pytestmark = pytest.mark.triton
 GIB = 1 << 30
 
 

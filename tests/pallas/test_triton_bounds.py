@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels import dequantize, flash_attention, gated_matmul, layer_norm, matmul, mlp, quantize, rms_norm
 from jax_kernels.dispatch import on_device
+from jax_kernels.pallas.triton.backend import plgpu
 from tests.support.cases import tiers
 from tests.support.interpreters.strict_triton import strict
+
+pytestmark = pytest.mark.triton
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:

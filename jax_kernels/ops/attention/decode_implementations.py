@@ -112,7 +112,7 @@ def _supports_mosaic(request: DecodeRequest) -> str | None:
 
 
 def _supports_triton(request: DecodeRequest) -> str | None:
-    if reason := unsupported.below(request, (8, 0)):
+    if reason := unsupported.no_triton(request):
         return reason
     if request.dtype == "float32":
         return "it takes bfloat16 and float16, not float32"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.dispatch import Choice, Implementation, Request, interpreting, without_blocks
-from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.masks.block_lists import count_arrays_by
 from jax_kernels.ops import checks, unsupported
 from jax_kernels.ops.attention import block_counts
@@ -17,12 +17,14 @@ from jax_kernels.pallas.attention.sm90.backward import launch as backward_sm90
 from jax_kernels.pallas.attention.sm90.features import block_lists
 from jax_kernels.pallas.attention.sm90.features.bias import with_bias_as_in_lse
 from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
+from jax_kernels.pallas.attention.softmax import is_large
 from jax_kernels.pallas.attention.triton import backward as backward_triton
 from jax_kernels.pallas.attention.triton import bias_gradient as bias_gradient_triton
 from jax_kernels.pallas.attention.triton import block_lists as lists_triton
 from jax_kernels.pallas.attention.triton import common as common_triton
 from jax_kernels.pallas.attention.triton import forward as forward_triton
 from jax_kernels.pallas.attention.triton import large_lse_rows
+from jax_kernels.pallas.triton import backend
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference.score_mod_gradients import array_gradients
 from jax_kernels.score_mod.tile_reads import why_not
@@ -185,7 +187,7 @@ def _score_mod_by_mosaic(request: AttentionRequest) -> str | None:
 
 def _supports_triton(request: AttentionRequest) -> str | None:
     """The reason, in words for users, why the Triton kernels cannot serve the request; None if they can."""
-    if reason := unsupported.below(request, (8, 0)):
+    if reason := unsupported.no_triton(request):
         return reason
     if request.has_score_mod and request.bias_shape is not None:
         return "it does not take a score_mod with a bias"
@@ -330,28 +332,51 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
     None. out, dlse: the forward's out and the cotangent of lse, from which the kernels compute delta; delta is then
     None. They are given only if `takes_results` is True. A dlse of None is zeros.
     """
+    lse, delta, dout = results
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     by_kernel = kernel(backward_sm90.attention_backward, "backward")
     gradients = by_kernel(*arguments, dquery=dquery, lse_lo=lse_lo, out=out, dlse=dlse, **statics)
     if inputs.bias is not None:
         as_in_lse = with_bias_as_in_lse(inputs)
-        of_large_rows = kernel(large_lse_rows.large_rows, "array_gradients")
-        gradients = of_large_rows(as_in_lse, options, gradients, *results, lse_lo, **statics)
+        if backend.AVAILABLE:
+            of_large_rows = kernel(large_lse_rows.large_rows, "array_gradients")
+            gradients = of_large_rows(as_in_lse, options, gradients, *results, lse_lo, **statics)
+        else:
+            gradients = with_large_rows(as_in_lse, options, gradients, lse, delta, dout, lse_lo)
         if options.bias_gradient and gradients.bias is None:
-            of_bias = kernel(bias_gradient_triton.bias_gradient, "array_gradients")
-            dbias = of_bias(as_in_lse, options, *results, lse_lo=lse_lo, **statics)
+            if backend.AVAILABLE:
+                of_bias = kernel(bias_gradient_triton.bias_gradient, "array_gradients")
+                dbias = of_bias(as_in_lse, options, *results, lse_lo=lse_lo, **statics)
+            else:
+                dbias = reference.backward(as_in_lse, options, lse, delta, dout, lse_lo).bias
             gradients = gradients._replace(bias=dbias.astype(inputs.bias.dtype))
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
         # These are extra passes. Triton has two; XLA removes one if the arrays do not need it. Cases that Triton does
-        # not support, such as masks, are summed over the live blocks.
-        if inputs.mask is None and why_not(inputs.score_mod) is None:
+        # not support, such as masks, and all cases without Pallas-Triton, are summed over the live blocks.
+        if backend.AVAILABLE and inputs.mask is None and why_not(inputs.score_mod) is None:
             by_triton = kernel(backward_triton.attention_backward, "array_gradients")
             of_arrays = by_triton(*arguments, lse_lo=lse_lo, **statics).score_mod
         else:
-            lse, delta, dout = results
             of_arrays = array_gradients(inputs, options, lse, delta, dout, lse_lo)
         gradients = gradients._replace(score_mod=of_arrays)
     return gradients
+
+
+def with_large_rows(
+    inputs: AttentionInputs, options: AttentionOptions, gradients: AttentionGradients, lse, delta, dout, lse_lo
+) -> AttentionGradients:
+    """The result of large_lse_rows.large_rows, by XLA: the gradients, with the contributions of large rows added.
+
+    A call without large rows computes none of it.
+    """
+    large = is_large(lse)
+    options = dataclasses.replace(options, float32_gradients=True, bias_gradient=gradients.bias is not None)
+
+    def added(gradients: AttentionGradients) -> AttentionGradients:
+        more = reference.backward(inputs, options, jnp.where(large, lse, jnp.inf), delta, dout, lse_lo)
+        return jax.tree.map(lambda x, y: (x.astype(jnp.float32) + y).astype(x.dtype), gradients, more)
+
+    return jax.lax.cond(large.any(), added, lambda gradients: gradients, gradients)
 
 
 def prepared_lists(choice: Choice, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from jax_kernels.ops.planned_op import merged_vmap
 from jax_kernels.ops.ring.steps import Rows
 from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
 from jax_kernels.pallas.attention.passes import merge_branches
+from jax_kernels.pallas.triton import backend
 from jax_kernels.reference.attention import row_terms
 from jax_kernels.tracing.derivatives import (
     NO_SECOND,
@@ -83,8 +84,13 @@ class DilatedCall:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether Pallas kernels, instead of jnp code, gather rows and merge the attentions' results."""
+        """Whether all attentions run by Pallas kernels."""
         return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
+
+    @property
+    def by_passes(self) -> bool:
+        """Whether Triton kernels, instead of jnp code, gather rows and merge the attentions' results."""
+        return self.by_kernels and backend.AVAILABLE
 
     @property
     def by_xla(self) -> bool:
@@ -161,10 +167,10 @@ def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> Att
 def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
     """The arrays of the attention `views`, one for each of `arrays`: the array, reshaped, or a compact array.
 
-    A strided call gets the array itself, as a view; for others the rows are gathered, by a kernel if call.by_kernels.
+    A strided call gets the array itself, as a view; for others the rows are gathered, by a kernel if call.by_passes.
     arrays: [B, T, heads of query or key, D]. num_heads: the heads of query.
     """
-    if views.is_strided or not call.by_kernels:
+    if views.is_strided or not call.by_passes:
         return [dilated_views.arrays_of(x, views, num_heads) for x in arrays]
     read: dict[int, jax.Array] = {}
     for shape in dict.fromkeys(x.shape for x in arrays):
@@ -202,7 +208,7 @@ def _forward(call: DilatedCall, is_differentiated: bool, arrays):
             results[i] = ring_steps.forward(views.span, planned[i], inputs[i])
     outs, lses = [result.out for result in results], [result.lse for result in results]
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
-    if call.by_kernels:
+    if call.by_passes:
         compact = dilated_views.compact_rows([views for views, _ in attentions], batch, heads, heads)
         share = call.share if call.is_mean else None
         merge = lambda tables, outs, lses: merge_branches.merge(
@@ -321,7 +327,7 @@ def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float
     batch, length, array_heads, _ = like.shape
     calls = [views for (views, _), part in zip(call.differentiated, parts, strict=True) if part is not None]
     parts = [part for part in parts if part is not None]
-    if call.by_kernels:
+    if call.by_passes:
         compact = dilated_views.compact_rows(calls, batch, heads, array_heads)
         total = lambda tables, parts, whole: merge_branches.total(
             compact._replace(tables=tables), parts, whole, factor, like=like, interpret=call.interpret

@@ -23,6 +23,7 @@ from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS, OP, request_
 from jax_kernels.ops.matmul.partitioning import both_ways_of_outer
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.pallas.matmul.passes import quantize_with_transpose as passes
+from jax_kernels.pallas.triton import backend
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.quantization import (
     FORMATS,
@@ -307,9 +308,11 @@ def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> Q
 def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
     """Whether one kernel can round x and its transpose together.
 
-    It can if the call runs by kernels, x is not empty, its 8-bit values are not an array of 2 to 4 GiB, which Triton
-    cannot address, and no scale is given with scaling="block".
+    It can if this JAX has Pallas-Triton, the call runs by kernels, x is not empty, its 8-bit values are not an array of
+    2 to 4 GiB, which Triton cannot address, and no scale is given with scaling="block".
     """
+    if not backend.AVAILABLE:
+        return False
     if call.implementation == "xla" or 0 in x.shape or (call.options.scaling == "block" and scale is not None):
         return False
     return reaches(x.size, itemsize=1)  # the size of the values that the kernel stores

@@ -131,7 +131,7 @@ def _sizes(request: MatmulRequest) -> list[int]:
 
 def _supports_triton(request: MatmulRequest) -> str | None:
     """The reason, in words for users, why the Triton kernels cannot serve the request; None if they can."""
-    if reason := unsupported.below(request, (8, 0)):
+    if reason := unsupported.no_triton(request):
         return reason
     if request.scaling is not None:
         return "it has no 8-bit matmuls"

@@ -20,6 +20,7 @@ from jax_kernels.pallas.normalization.sm90 import forward as forward_sm90
 from jax_kernels.pallas.normalization.sm90.traits import cluster_of, row_warps_of
 from jax_kernels.pallas.normalization.triton import backward as backward_triton
 from jax_kernels.pallas.normalization.triton import forward as forward_triton
+from jax_kernels.pallas.triton import backend
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.reference import normalization as reference
 
@@ -41,7 +42,7 @@ class NormRequest(Request):
 
 
 def _supports_triton(request: NormRequest) -> str | None:
-    if reason := unsupported.below(request, (8, 0)):
+    if reason := unsupported.no_triton(request):
         return reason
     if request.quantize is not None and (reason := unsupported.below(request, (8, 9))):
         return f"to round to {request.quantize} {reason}"
@@ -82,11 +83,15 @@ def _is_clustered(request: NormRequest) -> bool:
 def _mosaic_backward(*arrays: Any, config: Any, **statics: Any) -> NormGradients:
     """The NormGradients by the kernel that the block spec names: Triton's for rows that do not fit on an SM.
 
+    XLA replaces Triton's kernel in a JAX without Pallas-Triton.
+
     arrays: NormInputs, NormOptions, the forward's NormResult, and the cotangents of its out and its total (or None), as
     both kernels take them. config: the block spec of the backward, whose type decides. statics: the kernels' other
     keywords.
     """
     is_triton = isinstance(config, NormBackwardTriton)
+    if is_triton and not backend.AVAILABLE:
+        return reference.norm_backward(*arrays)
     run = backward_triton.norm_backward if is_triton else backward_sm90.norm_backward
     return run(*arrays, config=config, **statics)
 

@@ -6,9 +6,10 @@ XLA reads at a third of the bandwidth of a copy.
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Int32
 
+from jax_kernels.pallas.triton import backend
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, reaches
 
 ELEMENTS = 16384  # pairs of a program: a thread has about eight loads of 16 bytes in flight
@@ -19,14 +20,15 @@ LEAST_ROWS = 16
 def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
     """Whether this kernel can count a bool array of this shape [B, H, T, S]; if not, XLA has to.
 
-    It needs a block_kv that is a power of two and at most S, and a block_q with a large enough factor of two. A program
-    must have room for its rows of a block, and T at least as many rows. Triton must be able to address the array, and
-    CUDA's grid must have room for the programs.
+    It needs Pallas-Triton, a block_kv that is a power of two and at most S, and a block_q with a large enough factor of
+    two. A program must have room for its rows of a block, and T at least as many rows. Triton must be able to address
+    the array, and CUDA's grid must have room for the programs.
     """
     batch, heads, q_length, kv_length = shape
     rows, columns = _tile(kv_length, block_q, block_kv)
     return (
-        block_kv & (block_kv - 1) == 0
+        backend.AVAILABLE
+        and block_kv & (block_kv - 1) == 0
         and LEAST_ROWS <= rows <= q_length
         and block_kv <= kv_length
         and rows * columns <= ELEMENTS

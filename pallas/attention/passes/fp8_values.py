@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
+from jax_kernels.pallas.triton import backend
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import iota, reaches
 from jax_kernels.pallas.varying import result_types
 
@@ -31,7 +32,8 @@ def transposed(
     """
     batch, kv_length, kv_heads, head_dim = value.shape
     columns, rows = pl.cdiv(kv_length, BLOCK) * BLOCK, pl.cdiv(head_dim, 64) * 64
-    if not (reaches(value.size, itemsize=1) and reaches(batch * kv_heads * rows * columns, itemsize=1)):
+    sizes = value.size, batch * kv_heads * rows * columns
+    if not (backend.AVAILABLE and all(reaches(size, itemsize=1) for size in sizes)):
         return _by_xla(value, kv_lengths, rows, columns)
     width = max(64, pl.next_power_of_2(head_dim))
     lengths = jnp.full((batch,), kv_length) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_length)
@@ -65,7 +67,8 @@ def transposed(
 
 
 def _by_xla(value: jax.Array, kv_lengths: jax.Array | None, rows: int, columns: int) -> jax.Array:
-    """Transposes, pads and permutes the values by XLA: for arrays that Triton cannot address.
+    """Transposes, pads and permutes the values by XLA: without Pallas-Triton, and for arrays that Triton cannot
+    address.
 
     value: [B, S, Hkv, Dv]. kv_lengths: values of keys at or past this length become zeros; None: all S keys count.
     Returns [B, Hkv, rows, columns]: Dv padded to `rows`, S padded to `columns`. Index 16 * n + i of the last axis has

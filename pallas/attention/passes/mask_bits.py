@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Int32
 
 from jax_kernels.pallas.mosaic.layouts import PART
+from jax_kernels.pallas.triton import backend
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import iota, reaches
 from jax_kernels.pallas.varying import result_types
 
@@ -22,10 +23,12 @@ WARPS = 4
 def takes(pairs: int, columns: int) -> bool:
     """Whether this kernel can pack a bool mask for blocks of `columns` columns; if not, XLA has to.
 
-    It can if `columns` is a power of two, 8 or more, and if Triton can address the mask. pairs: the number of elements
-    of the whole array, over all batch entries and heads. columns: block_kv, or block_q of a transposed mask.
+    It can if this JAX has Pallas-Triton, if `columns` is a power of two, 8 or more, and if Triton can address the mask.
+    pairs: the number of elements of the whole array, over all batch entries and heads. columns: block_kv, or block_q of
+    a transposed mask.
     """
-    return columns & (columns - 1) == 0 and columns % PART == 0 and reaches(pairs, itemsize=1)
+    is_whole = columns & (columns - 1) == 0 and columns % PART == 0
+    return backend.AVAILABLE and is_whole and reaches(pairs, itemsize=1)
 
 
 def packed(

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Shaped
 
 from jax_kernels.pallas.attention.triton.arrays import head_mask
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import iota, padded
 from jax_kernels.pallas.varying import result_types
 

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.arrays import head_mask
+from jax_kernels.pallas.triton import backend
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, padded
 from jax_kernels.pallas.varying import result_types
 
@@ -34,13 +35,13 @@ class RowTerms(NamedTuple):
 
 
 def takes(out: Float[Array, "B T H Dv"], width: int, block_q: int) -> bool:
-    """Whether CUDA's grid has room for the programs of rows_of.
+    """Whether this JAX has Pallas-Triton, and CUDA's grid room for the programs of rows_of. If not, XLA computes them.
 
     out: [B, T, H, Dv]. width: the head_dim of dquery. block_q: the block of queries to which results are padded.
     """
     batch, length, _, v_head_dim = out.shape
     blocks = pl.cdiv(length, block_q) * block_q // _rows_of(v_head_dim, width, block_q)
-    return max(blocks, batch) <= MOST_PROGRAMS
+    return backend.AVAILABLE and max(blocks, batch) <= MOST_PROGRAMS
 
 
 def _rows_of(v_head_dim: int, width: int, block_q: int) -> int:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int32
 
 from jax_kernels.masks.ranked_mask import Ranked, is_kept
 from jax_kernels.pallas.mosaic.layouts import PART
+from jax_kernels.pallas.triton import backend
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, padded
 from jax_kernels.pallas.varying import result_types
 
@@ -21,9 +22,12 @@ WARPS = 4
 
 
 def takes(mask: Ranked, columns: int) -> bool:
-    """Whether this kernel can pack the mask: the columns fill whole words, and CUDA's grid has room for it."""
+    """Whether this kernel can pack the mask: this JAX has Pallas-Triton, the columns fill whole words, and CUDA's grid
+    has room for it.
+    """
     longest = max(mask.last.shape[2], mask.rank.shape[2])
-    return columns % PART == 0 and max(mask.batch * mask.heads, pl.cdiv(longest, columns)) <= MOST_PROGRAMS
+    programs = max(mask.batch * mask.heads, pl.cdiv(longest, columns))
+    return backend.AVAILABLE and columns % PART == 0 and programs <= MOST_PROGRAMS
 
 
 def packed(

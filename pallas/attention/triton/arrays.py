@@ -5,10 +5,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.attention.triton.block_lists import Lists
 from jax_kernels.pallas.kernel_types import Index, Ref, Slice
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import both, iota, padded, row_mask
 
 ALIGNED = 8  # 16-bit values in 16 bytes

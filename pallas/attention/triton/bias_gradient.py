@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
@@ -33,6 +32,7 @@ from jax_kernels.pallas.attention.triton.common import Queries, Refs, TracedCall
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.pallas.kernel_types import needed
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import both, iota, padded, reaches, row_mask
 
 DEAD, WHOLE = -2, -1  # of Pairs.entries

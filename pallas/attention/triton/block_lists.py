@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
@@ -23,6 +22,7 @@ from jax_kernels.masks.limits import key_lengths, whole_mask, without_limits
 from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, rounded_up
 from jax_kernels.pallas.attention.mask_predicate import MaskPredicate
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import iota
 
 WORD = 32  # bits

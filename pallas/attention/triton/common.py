@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
@@ -35,6 +34,7 @@ from jax_kernels.pallas.attention.triton.block_lists import (
 )
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import fit, iota, padded
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.score_mod.tile_reads import TileMod, split

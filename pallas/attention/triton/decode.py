@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_kernels.pallas.attention import decode_contract
@@ -20,6 +19,8 @@ from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.arrays import all_rows, load, store, whole, whole_array
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
+from jax_kernels.pallas.triton import backend
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import SMALLEST, fit, iota, padded
 from jax_kernels.pallas.varying import result_types
 
@@ -195,9 +196,11 @@ def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
     A row is one query of one of the H / Hkv query heads of a key head: row t * H / Hkv + g is query t of head g.
 
     out: [B, Hkv, parts, rows, Dv] float32. lse: [B, Hkv, parts, rows or more] float32, natural log. query: [B, T, H,
-    D], only for its shape and dtype.
+    D], only for its shape and dtype. Without Pallas-Triton, XLA merges.
     """
     batch, q_length, heads, _ = query.shape
+    if not backend.AVAILABLE:
+        return decode_contract.merged(out, lse, q_length, heads, query.dtype)
     kv_heads, parts, _, v_head_dim = out.shape[1:]
     group = heads // kv_heads
     whole_parts = all_rows(parts, MERGED_AT_ONCE)

@@ -8,7 +8,6 @@ blocks and over the full blocks (see block_ranges.py).
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -29,6 +28,7 @@ from jax_kernels.pallas.attention.triton.common import (
 )
 from jax_kernels.pallas.attention.triton.score_mod import operands_of, tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import padded, row_mask
 
 

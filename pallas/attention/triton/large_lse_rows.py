@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
@@ -38,6 +37,7 @@ from jax_kernels.pallas.attention.triton.common import Queries, Refs, TracedCall
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, Slice, needed
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 
 PROGRAMS = 1  # per SM

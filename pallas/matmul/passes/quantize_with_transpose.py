@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
 from jax_kernels.pallas.kernel_types import Ref
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import iota
 from jax_kernels.pallas.varying import result_types
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plgpu
 
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.quantization import formats
 from jax_kernels.quantization.formats import LowBit
 

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitTriton
@@ -24,6 +23,7 @@ from jax_kernels.pallas.matmul.refs import MatmulInputRefs, MatmulResultRefs
 from jax_kernels.pallas.matmul.triton import matmul as plain
 from jax_kernels.pallas.matmul.triton.dequantize import unpacked
 from jax_kernels.pallas.matmul.triton.state import Span, Sums, Tile, Traits
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, iota
 from jax_kernels.quantization.formats import LowBit, unpack_scale
 

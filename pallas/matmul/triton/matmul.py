@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.kernel_types import Index
 from jax_kernels.pallas.matmul.refs import MatmulInputRefs, MatmulResultRefs
 from jax_kernels.pallas.matmul.triton.state import EpilogueTraits, Span, Sums, Tile, Traits
+from jax_kernels.pallas.triton import backend
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import fit
 from jax_kernels.pallas.varying import result_types
 
@@ -78,8 +79,11 @@ def joined(
     """Launches the kernel that adds the splits' sums and runs the epilogue, and returns the matmul's results.
 
     traits: m, n, splits and options of the launch that computed the sums. inputs: the inputs of the matmul. sums: x @ w
-    and x @ w_up of each split, float32 [splits, m, n]; if traits.transposes_sums, [splits, n, m or more].
+    and x @ w_up of each split, float32 [splits, m, n]; if traits.transposes_sums, [splits, n, m or more]. Without
+    Pallas-Triton, XLA does the same.
     """
+    if not backend.AVAILABLE:
+        return _joined_by_xla(traits, inputs, sums)
     rest = inputs._replace(x=None, w=None, x_up=None, w_up=None, w_scale=None, w_up_scale=None)  # type: ignore[arg-type]
     return _launch(
         _join_kernel,
@@ -92,6 +96,28 @@ def joined(
         stages=stages,
         interpret=interpret,
     )
+
+
+def _joined_by_xla(traits: EpilogueTraits, inputs: MatmulInputs, sums: Sums) -> MatmulResult:
+    """The results of `joined`, in plain JAX."""
+    options, dtype = traits.options, jnp.dtype(traits.options.out_dtype)
+
+    def total(x: jax.Array) -> jax.Array:
+        whole = x.sum(axis=0)
+        return whole.T[: traits.m] if traits.transposes_sums else whole
+
+    z, up = (None if x is None else total(x) for x in sums)
+    assert z is not None
+    if inputs.preactivation is not None:
+        load_up = None if inputs.up is None else functools.partial(inputs.up.astype, jnp.float32)
+        found = options.gradients(z, inputs.preactivation.astype(jnp.float32), load_up)
+        return MatmulResult(**{name: y.astype(dtype) for name, y in found})
+    z = z if inputs.bias is None else z + inputs.bias.astype(jnp.float32)
+    out = z if options.activation is None else options.activation(z)
+    out = out if up is None else out * up
+    out = out if inputs.residual is None else out + inputs.residual.astype(jnp.float32)
+    saved = [y.astype(dtype) if options.saves_preactivation and y is not None else None for y in (z, up)]
+    return MatmulResult(out.astype(dtype), *saved)
 
 
 def _results(traits: EpilogueTraits, inputs: MatmulInputs) -> MatmulResult:

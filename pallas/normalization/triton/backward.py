@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.normalization_specs import NormBackwardTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.normalization.triton.rows import Refs, Tile, Traits, chunk_loop
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.varying import result_types
 
 

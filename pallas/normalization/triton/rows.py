@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.normalization import NormInputs, NormOptions
 from jax_kernels.pallas.kernel_types import Index, Ref
+from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import iota, padded
 
 

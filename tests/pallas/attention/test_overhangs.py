@@ -21,6 +21,8 @@ from tests.support.cases import dilated as dilated_cases
 from tests.support.interpreters.overhangs import unmasked
 from tests.tools import compile_case
 
+pytestmark = pytest.mark.triton
+
 # A machine with few SMs: keys are cut into a few splits.
 FEW_CORES = dataclasses.replace(device_info("a100"), core_count=9)
 

@@ -11,7 +11,8 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.pallas.triton.backend import plgpu
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tests.support.processes.cpu_devices import QUICK_COMPILES
 
 _MODULES = (
     "jax", "jax.numpy", "jax.experimental.topologies", "jax.experimental.pallas.mosaic_gpu",
-    "jax.experimental.pallas.triton", "jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret", "numpy", "pytest",
+    "jax_kernels.pallas.triton.backend", "jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret", "numpy", "pytest",
     "jax_kernels", "jax_kernels.testing", "jax_kernels.ops.attention.flash_attention", "jax_kernels.pallas.block_specs",
 )  # fmt: skip
 # Compiling by XLA dominates the time of an interpreted kernel.

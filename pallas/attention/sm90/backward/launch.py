@@ -74,7 +74,7 @@ def makes_rows(
     """Whether the caller of attention_backward should pass out and dlse instead of delta.
 
     A pass over out and dout then computes delta. It is not possible with a bias or a score_mod, which change lse or
-    dout, with a view of query's heads, or if CUDA's grid has no room for the pass.
+    dout, with a view of query's heads, without Pallas-Triton, or if CUDA's grid has no room for the pass.
     """
     if not (inputs.bias is None and inputs.score_mod is None and options.query_heads is None):
         return False

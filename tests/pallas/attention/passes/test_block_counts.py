@@ -15,6 +15,8 @@ from jax_kernels.ops.attention import block_counts
 from jax_kernels.pallas.attention.passes import block_counts as block_counts_pass
 from tests.tools import compile_case
 
+pytestmark = pytest.mark.triton
+
 # The array's shape and the blocks: partial blocks at the ends, several blocks in a program, and blocks that several
 # programs share.
 TAKEN = [

@@ -15,6 +15,8 @@ from jax_kernels.pallas.attention.sm90.features import head_views
 from tests.support.cases import tiers
 from tests.support.cases.dilated import PATTERNS, calls_of, random_results
 
+pytestmark = pytest.mark.triton
+
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 

@@ -18,6 +18,8 @@ from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.reference.attention import row_terms
 from tests.tools import compile_case
 
+pytestmark = pytest.mark.triton
+
 
 # Rows and columns of a block, and the mask's shape: whole blocks, partial blocks, and more rows than a program has.
 @pytest.mark.parametrize("transposed", [False, True])

@@ -258,6 +258,7 @@ def test_deterministic_backward_has_no_atomic_adds():
     assert kernels(deterministic=False) == (False, True)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("shape", "arguments", "is_own"),
     [

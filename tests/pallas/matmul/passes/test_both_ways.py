@@ -14,6 +14,8 @@ from jax_kernels.quantization import FORMATS, quantize
 from tests.support.cases import tiers
 from tests.tools import compile_case
 
+pytestmark = pytest.mark.triton
+
 SHAPES = [(1, 1), (63, 65), (128, 256), (300, 131), (1, 1000)]
 SCALINGS = "tensor", "row", "block"
 QUICK = [((63, 65), "row"), ((300, 131), "tensor"), ((300, 131), "block"), ((1, 1000), "row"), ((1, 1), "block")]
