@@ -64,7 +64,7 @@ class Lists[A]:
 
     def of(self, b: Index, h: Index, block: Index) -> "ListedBlocks":
         """The list of a block of query head h of batch entry b, inside a kernel whose Lists are Refs."""
-        of_block = (*place(self.counts, b, h), block)
+        of_block = (*first_indices(self.counts, b, h), block)
         return ListedBlocks(self, b, h, block, full=self.counts[(*of_block, 0)], count=self.counts[(*of_block, 1)])
 
 
@@ -110,10 +110,10 @@ class ListedBlocks:
         return jnp.broadcast_to(keep, (rows, columns))
 
     def _of_step(self, ref: Ref, step: Index) -> jax.Array:
-        return ref[(*place(ref, self.b, self.h), self.block, step)]
+        return ref[(*first_indices(ref, self.b, self.h), self.block, step)]
 
 
-def place(ref: Ref, b: Index, h: Index) -> tuple[Index, Index]:
+def first_indices(ref: Ref, b: Index, h: Index) -> tuple[Index, Index]:
     """The first two indices into an array [B or 1, H or 1, ...] for batch entry b and head h."""
     return jnp.int32(0) if ref.shape[0] == 1 else b, jnp.int32(0) if ref.shape[1] == 1 else h
 
