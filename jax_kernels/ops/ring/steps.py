@@ -20,8 +20,8 @@ from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.pallas.attention.passes import row_norms
 
 __all__ = [
+    "BackwardInputs",
     "Pair",
-    "Rows",
     "Step",
     "Visitors",
     "forward_onto",
@@ -80,7 +80,7 @@ class Visitors(NamedTuple):
     segment_ids: Any
 
 
-class Rows(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The values that a backward reads for each query.
 
     lse, delta: the row terms, float32 [B, H, T]. dout: the cotangent of out, [B, T, H, Dv]. lse_lo: [B, H, T] with a
@@ -170,16 +170,16 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
 
 
 def gradients_onto(
-    planned: Any, inputs: AttentionInputs, rows: Rows, dquery: jax.Array, scale: float
+    planned: Any, inputs: AttentionInputs, backward: BackwardInputs, dquery: jax.Array, scale: float
 ) -> tuple[jax.Array, Pair]:
     """The gradients of one planned call: (dquery + query's gradient / scale, Pair of the gradients of key and value).
 
     All are float32. dquery: float32 [B, T, H, D]. planned: must have the option float32_gradients.
     """
     if _goes_on(planned):
-        found = attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, dquery)
+        found = attention_gradients(planned, inputs, backward.lse, backward.delta, backward.dout, dquery)
         return found.query, Pair.of(found.key, found.value)
-    found = attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout)
+    found = attention_gradients(planned, inputs, backward.lse, backward.delta, backward.dout)
     return dquery + found.query.astype(jnp.float32) / scale, Pair.of(found.key, found.value)
 
 
@@ -243,21 +243,21 @@ class Step:
         return forward_onto(planned, with_norms(planned, inputs, visitors.pair), total, is_last=is_last)
 
     def gradients(
-        self, visitors: Visitors, rows: Rows, dquery: jax.Array, heads: HeadView | None = None
+        self, visitors: Visitors, backward: BackwardInputs, dquery: jax.Array, heads: HeadView | None = None
     ) -> tuple[jax.Array, Pair]:
         """The gradients of this step: (dquery + query's gradient / scale, Pair of the gradients of key and value).
 
-        All are float32. rows: the row terms over the keys of all steps. dquery: float32 [B, T, H, D], the sum of the
-        earlier steps. heads: a range of key heads from `in_parts`; only these heads and their query heads are computed,
-        and the Pair has only these heads. None: all heads.
+        All are float32. backward: its row terms are over the keys of all steps. dquery: float32 [B, T, H, D], the sum
+        of the earlier steps. heads: a range of key heads from `in_parts`; only these heads and their query heads are
+        computed, and the Pair has only these heads. None: all heads.
         """
         scale = self.options["scale"]
         whole = self._whole_call(visitors)
         if whole is None:
-            found = self._gradients_of_pairs(visitors, rows)
+            found = self._gradients_of_pairs(visitors, backward)
             return dquery + found[0] / scale, Pair.of(*found[1:])
         planned, inputs = whole
-        lse, delta = rows.lse, rows.delta
+        lse, delta = backward.lse, backward.delta
         options = dataclasses.replace(planned.options, float32_gradients=True)
         if heads is not None:
             group = self.query.shape[2] // inputs.key.shape[2]
@@ -265,16 +265,16 @@ class Step:
             options = dataclasses.replace(options, query_heads=of_query, kv_heads=heads)
             lse, delta = (x[:, of_query.first : of_query.first + of_query.count] for x in (lse, delta))
         planned = dataclasses.replace(planned, options=options)
-        return gradients_onto(planned, inputs, Rows(lse, delta, rows.dout), dquery, scale)
+        return gradients_onto(planned, inputs, BackwardInputs(lse, delta, backward.dout), dquery, scale)
 
-    def all_gradients(self, visitors: Visitors, rows: Rows) -> AttentionGradients:
+    def all_gradients(self, visitors: Visitors, backward: BackwardInputs) -> AttentionGradients:
         """The gradients of this step only, for a step with a bias or a score_mod, whose gradients are included.
 
-        The gradients of query, key and value are float32. rows: the row terms over the keys of all steps.
+        The gradients of query, key and value are float32. backward: its row terms are over the keys of all steps.
         """
         planned, inputs = self._general_call(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
-        return attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, lse_lo=rows.lse_lo)
+        return attention_gradients(planned, inputs, backward.lse, backward.delta, backward.dout, lse_lo=backward.lse_lo)
 
     def planned(self, visitors: Visitors) -> Any:
         """The AttentionCall of the step's forward, for `explain`.
@@ -390,13 +390,13 @@ class Step:
                 of_chunk[chunk] = mine if of_chunk[chunk] is None else merged(of_chunk[chunk], mine)
         return jnp.concatenate([x[0] for x in of_chunk], 1), jnp.concatenate([x[1] for x in of_chunk], 2)
 
-    def _gradients_of_pairs(self, visitors: Visitors, rows: Rows) -> tuple[Any, ...]:
+    def _gradients_of_pairs(self, visitors: Visitors, backward: BackwardInputs) -> tuple[Any, ...]:
         """The float32 gradients (query, key, value) of this step only, by a call over pairs of chunks."""
         layout = self.layout
         pairs, planned, inputs = self._pairs(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
-        lse, delta = (_joined(layout, pairs, "query", x, 2) for x in (rows.lse, rows.delta))
-        found = attention_gradients(planned, inputs, lse, delta, _joined(layout, pairs, "query", rows.dout))
+        lse, delta = (_joined(layout, pairs, "query", x, 2) for x in (backward.lse, backward.delta))
+        found = attention_gradients(planned, inputs, lse, delta, _joined(layout, pairs, "query", backward.dout))
         return tuple(
             _of_chunks(layout, [getattr(pair, field) for pair in pairs], x.astype(jnp.float32))
             for x, field in zip(found[:3], ("query", "key", "key"), strict=True)
