@@ -14,7 +14,7 @@ from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, At
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.vjp import AttentionCall
 from jax_kernels.ops.dilated.sharded_segments import Span
-from jax_kernels.ops.ring.steps import BackwardInputs, Pair, Visitors, forward_onto, with_norms
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors, forward_onto, with_norms
 
 __all__ = ["forward", "gradients"]
 

@@ -19,7 +19,7 @@ from jax_kernels.ops.dilated import ring_steps
 from jax_kernels.ops.dilated.branches import BranchCall
 from jax_kernels.ops.dilated.pieces import Piece
 from jax_kernels.ops.planned_op import merged_vmap
-from jax_kernels.ops.ring.steps import BackwardInputs
+from jax_kernels.ops.ring.partial_results import BackwardInputs
 from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
 from jax_kernels.pallas.attention.passes import merge_branches
 from jax_kernels.reference.attention import row_terms

@@ -19,8 +19,8 @@ from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.vjp import with_options
 from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors, forward_onto, gradients_onto
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
-from jax_kernels.ops.ring.steps import BackwardInputs, Pair, Visitors, forward_onto, gradients_onto
 
 __all__ = ["forward", "gradients", "planned_calls", "reason_against"]
 

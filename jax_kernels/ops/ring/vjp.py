@@ -8,8 +8,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.ops.ring import halo
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors, log_sum, merged_exactly, weight
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
-from jax_kernels.ops.ring.steps import BackwardInputs, Pair, Visitors, log_sum, merged_exactly, weight
 from jax_kernels.reference.attention import row_terms
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.promotion import under_defaults

@@ -10,8 +10,9 @@ import pytest
 from jax_kernels import explain, masks, ring_attention
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors
 from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
-from jax_kernels.ops.ring.steps import BackwardInputs, Pair, Step, Visitors
+from jax_kernels.ops.ring.steps import Step
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jax_kernels import flash_attention
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors
 from jax_kernels.ops.ring.ring_attention import prepare
-from jax_kernels.ops.ring.steps import BackwardInputs, Pair, Step, Visitors
+from jax_kernels.ops.ring.steps import Step
 from jax_kernels.reference.attention import row_terms
 from tests.support.cases.rings import FUNCTION, MASK, errors_of, score_mod
 

@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels import masks
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.steps import BackwardInputs, Pair, Step, Visitors
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors
+from jax_kernels.ops.ring.steps import Step
 from tests.support.cases.rings import FUNCTION, errors_of
 
 TOKENS = 256
