@@ -15,6 +15,7 @@ from harness.process import say
 from harness.timers import close
 from harness.timing import Contender, alternate, speed_ratio, spread
 from jax_kernels import gated_matmul, matmul
+from jax_kernels.ops.matmul import checks
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.quantization import quantize
 
@@ -67,9 +68,9 @@ class Case:
         """(the op, its request, arrays and options)."""
         if self.kind == "gated":
             x, w_gate, w_up = arrays
-            return ops.GATED, *ops.check_gated(x=x, w_gate=w_gate, w_up=w_up)
+            return ops.GATED, *checks.check_gated(x=x, w_gate=w_gate, w_up=w_up)
         bias = {"bias": arrays[2], "activation": "gelu_tanh"} if self.kind == "epilogue" else {}
-        return ops.OP, *ops.check(x=arrays[0], w=arrays[1], **bias)
+        return ops.OP, *checks.check(x=arrays[0], w=arrays[1], **bias)
 
 
 def bytes_of(arrays: Any) -> int:

@@ -8,6 +8,7 @@ import dataclasses
 
 __all__ = [
     "Array",
+    "BufferSlice",
     "Constant",
     "Copy",
     "Dims",
@@ -16,7 +17,6 @@ __all__ = [
     "LaunchChain",
     "MosaicKernel",
     "NotDirectError",
-    "Place",
     "Step",
 ]
 
@@ -26,11 +26,11 @@ class NotDirectError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """A range of a chain's device memory.
+class BufferSlice:
+    """A slice of one of a chain's buffers.
 
     buffer: the buffer's number: inputs, outputs, the workspace and constants are counted in this order. offset: bytes
-    from the buffer's start. size: bytes in the range.
+    from the buffer's start. size: bytes in the slice.
     """
 
     buffer: int
@@ -53,7 +53,7 @@ class Kernel:
 
     cubin: the compiled module, which has the kernel under `name`. grid: CTAs. block: threads in a CTA. cluster: CTAs in
     a cluster. shared_memory: bytes of dynamic shared memory for each CTA. arguments: the ranges whose addresses are the
-    kernel's arguments, in order. zeroed: ranges that are filled with zeros before the kernel runs.
+    kernel's arguments, in order. zeroed: slices that are filled with zeros before the kernel runs.
     """
 
     name: str
@@ -62,28 +62,28 @@ class Kernel:
     block: Dims
     cluster: Dims
     shared_memory: int
-    arguments: tuple[Place, ...]
-    zeroed: tuple[Place, ...] = ()
+    arguments: tuple[BufferSlice, ...]
+    zeroed: tuple[BufferSlice, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicKernel:
     """A step that launches a Mosaic kernel.
 
-    module: MLIR bytecode, which Mosaic compiles to a function that launches the kernel. arguments: the ranges of device
-    memory that the kernel reads, then the ranges that it writes.
+    module: MLIR bytecode, which Mosaic compiles to a function that launches the kernel. arguments: the slices of device
+    memory that the kernel reads, then the slices that it writes.
     """
 
     name: str
     module: bytes = dataclasses.field(repr=False)
-    arguments: tuple[Place, ...]
+    arguments: tuple[BufferSlice, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fill:
     """A step that fills device memory with copies of a 32-bit value. value: 0 if the size is no multiple of 4 bytes."""
 
-    target: Place
+    target: BufferSlice
     value: int
 
 
@@ -91,8 +91,8 @@ class Fill:
 class Copy:
     """A step that copies device memory. source and target have the same size."""
 
-    source: Place
-    target: Place
+    source: BufferSlice
+    target: BufferSlice
 
 
 type Step = Kernel | MosaicKernel | Fill | Copy

@@ -19,6 +19,7 @@ import numpy as np
 
 from jax_kernels.bridge.direct.chain import (
     Array,
+    BufferSlice,
     Constant,
     Copy,
     Dims,
@@ -27,7 +28,6 @@ from jax_kernels.bridge.direct.chain import (
     LaunchChain,
     MosaicKernel,
     NotDirectError,
-    Place,
     Step,
 )
 from jax_kernels.bridge.direct.records import Message, read_records, varint
@@ -125,7 +125,7 @@ def _array(x: jax.ShapeDtypeStruct) -> Array:
 class _Buffers:
     """The buffers of a chain, which replace XLA's allocations: the blocks of memory that the program's steps use.
 
-    inputs, outputs, workspace, constants: the fields of the LaunchChain. `places`: the range of a buffer that replaces
+    inputs, outputs, workspace, constants: the fields of the LaunchChain. slices: the slice of a buffer that replaces
     each allocation, by the allocation's index.
     """
 
@@ -133,7 +133,7 @@ class _Buffers:
     outputs: tuple[Array, ...]
     workspace: int
     constants: tuple[Constant, ...]
-    places: dict[int, Place]
+    slices: dict[int, BufferSlice]
 
     @classmethod
     def of(cls, executable: Message, inputs: list[Array], outputs: list[Array]) -> "_Buffers":
@@ -143,7 +143,7 @@ class _Buffers:
         ValueError if the allocations do not fit the inputs, outputs and constants.
         """
         allocations = {x.integer(1): x for x in executable.message(10).messages(1)}
-        places: dict[int, Place] = {}
+        slices: dict[int, BufferSlice] = {}
         for number, allocation in allocations.items():
             if allocation.integer(8):
                 raise NotDirectError("memory that is not the GPU's own")
@@ -151,12 +151,12 @@ class _Buffers:
                 position = allocation.integer(6)
                 if allocation.has(10) or position >= len(inputs):
                     raise ValueError(f"got input {position}, want {len(inputs)} inputs")
-                places[number] = _whole(position, allocation, inputs[position])
+                slices[number] = _whole(position, allocation, inputs[position])
         results = _outputs(executable, len(outputs))
         for position, number in enumerate(results):
-            if number in places:
+            if number in slices:
                 raise NotDirectError("an output is an input, or another output")
-            places[number] = _whole(len(inputs) + position, allocations[number], outputs[position])
+            slices[number] = _whole(len(inputs) + position, allocations[number], outputs[position])
         first = len(inputs) + len(outputs)
         constants = []
         literals = _Literals(executable)
@@ -167,34 +167,34 @@ class _Buffers:
             if len(value) != size:
                 raise ValueError(f"constant {name}: got {len(value)} bytes, want {size}")
             constants.append(Constant(name=name, value=value))
-            places[number] = Place(buffer=first + len(constants), offset=0, size=size)
+            slices[number] = BufferSlice(buffer=first + len(constants), offset=0, size=size)
         workspace = 0
         for number, allocation in allocations.items():
             # Skipped: thread-local allocations (registers), and XLA's live-out table of the outputs' addresses.
-            if number in places or allocation.integer(3) or allocation.integer(7) or allocation.integer(12):
+            if number in slices or allocation.integer(3) or allocation.integer(7) or allocation.integer(12):
                 continue
             size = allocation.integer(2)
-            places[number] = Place(buffer=first, offset=workspace, size=size)
+            slices[number] = BufferSlice(buffer=first, offset=workspace, size=size)
             workspace += -(-size // _ALIGNMENT) * _ALIGNMENT
         return cls(
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             workspace=workspace,
             constants=tuple(constants),
-            places=places,
+            slices=slices,
         )
 
-    def place(self, piece: Message) -> Place:
-        """The range of a BufferAllocationSliceProto. Raises ValueError if its allocation does not contain it."""
+    def slice_of(self, piece: Message) -> BufferSlice:
+        """The slice of a BufferAllocationSliceProto. Raises ValueError if its allocation does not contain it."""
         number, offset, size = piece.integer(3), piece.integer(1), piece.integer(2)
-        whole = self.places.get(number)
+        whole = self.slices.get(number)
         if whole is None or offset + size > whole.size:
             raise ValueError(f"got {size} bytes at offset {offset} of allocation {number}, which does not contain them")
-        return Place(buffer=whole.buffer, offset=whole.offset + offset, size=size)
+        return BufferSlice(buffer=whole.buffer, offset=whole.offset + offset, size=size)
 
-    def shaped(self, piece: Message) -> Place:
-        """The range of a ShapedSliceProto. Raises ValueError if its allocation does not contain it."""
-        return self.place(piece.message(1))
+    def shaped(self, piece: Message) -> BufferSlice:
+        """The slice of a ShapedSliceProto. Raises ValueError if its allocation does not contain it."""
+        return self.slice_of(piece.message(1))
 
 
 # number of a PrimitiveType -> (field of a LiteralProto that holds its values, bits of a value)
@@ -249,12 +249,12 @@ class _Literals:
         return {name: x for name, x in zip(names, constants, strict=True) if names.count(name) == 1}
 
 
-def _whole(buffer: int, allocation: Message, array: Array) -> Place:
+def _whole(buffer: int, allocation: Message, array: Array) -> BufferSlice:
     """All of a buffer, which replaces an allocation. Raises ValueError if the array's size is not the allocation's."""
     size = allocation.integer(2)
     if size != array.size:
         raise ValueError(f"got an allocation of {size} bytes for an array of {array.size}")
-    return Place(buffer=buffer, offset=0, size=size)
+    return BufferSlice(buffer=buffer, offset=0, size=size)
 
 
 def _outputs(executable: Message, count: int) -> list[int]:
@@ -304,7 +304,7 @@ def _steps(thunk: Message, buffers: _Buffers) -> Iterator[Step]:
         case "memzero":
             yield Fill(target=buffers.shaped(own.message(1)), value=0)
         case "memset":
-            target = buffers.place(own.message(1))
+            target = buffers.slice_of(own.message(1))
             if target.size % 4:
                 raise ValueError(f"got a memset of {target.size} bytes, want a multiple of 4")
             yield Fill(target=target, value=own.integer(2))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge.direct.chain import Array, Copy, Fill, Kernel, LaunchChain, MosaicKernel, Place, Step
+from jax_kernels.bridge.direct.chain import Array, BufferSlice, Copy, Fill, Kernel, LaunchChain, MosaicKernel, Step
 from jax_kernels.bridge.interop import dlpack, torch_internals
 from jax_kernels.bridge.interop.cuda_driver import (
     CLUSTER_DIMENSION,
@@ -153,7 +153,7 @@ class _Block:
         first = 0
         for step, ready in zip(loaded.chain.steps, loaded.ready, strict=True):
             self._add(step, ready, base + 8 * first, loaded)
-            first += len(_places(step))
+            first += len(_slices(step))
 
     def _add(self, step: Step, ready: _Ready, address: int, loaded: "LoadedChain") -> None:
         """Adds a step's calls to `calls`.
@@ -165,8 +165,8 @@ class _Block:
         at = lambda index: ctypes.c_uint64.from_address(address + 8 * index)
         match step:
             case Kernel():
-                for index, place in enumerate(step.zeroed):
-                    self.calls.append(_filler(driver, at(index), place.size, 0))
+                for index, part in enumerate(step.zeroed):
+                    self.calls.append(_filler(driver, at(index), part.size, 0))
                 pointers = (ctypes.c_void_p * len(step.arguments))(
                     *(address + 8 * (len(step.zeroed) + index) for index in range(len(step.arguments)))
                 )
@@ -219,8 +219,8 @@ def _config(step: Kernel) -> LaunchConfig:
     return config
 
 
-def _places(step: Step) -> tuple[Place, ...]:
-    """The ranges of device memory whose addresses a step needs, in the order in which a _Block lists them."""
+def _slices(step: Step) -> tuple[BufferSlice, ...]:
+    """The slices of device memory whose addresses a step needs, in the order in which a _Block lists them."""
     match step:
         case Kernel():
             return (*step.zeroed, *step.arguments)
@@ -277,29 +277,29 @@ class LoadedChain:
         self._index = device.index
         self._outputs = [_facts(x) for x in chain.outputs]
         self._workspace = ((chain.workspace,), (1,), torch.uint8) if chain.workspace else None
-        self._order_places([place for step in chain.steps for place in _places(step)])
+        self._order_slices([part for step in chain.steps for part in _slices(step)])
         values = [torch.frombuffer(bytearray(x.value), dtype=torch.uint8) for x in chain.constants]
         self._values = [value.to(device) for value in values]
         self._constants = [value.data_ptr() for value in self._values]
         self._blocks: list[_Block] = [_Block(self)]
 
-    def _order_places(self, places: list[Place]) -> None:
+    def _order_slices(self, slices: list[BufferSlice]) -> None:
         """Prepares how a launch computes the steps' addresses from the buffers' addresses.
 
-        `places`: the ranges whose addresses the steps need, in order. A launch lists the addresses of the chain's
+        slices: the slices whose addresses the steps need, in order. A launch lists the addresses of the chain's
         buffers, then each distinct address inside a buffer (_inner). _ordered selects the steps' addresses from this
         list, and _pack writes them to a _Block. slots: the number of these addresses.
         """
         count = len(self.chain.inputs) + len(self.chain.outputs) + 1 + len(self.chain.constants)
-        inner = list(dict.fromkeys((x.buffer, x.offset) for x in places if x.offset))
+        inner = list(dict.fromkeys((x.buffer, x.offset) for x in slices if x.offset))
         known = {(buffer, 0): buffer for buffer in range(count)} | {x: count + at for at, x in enumerate(inner)}
-        order = [known[x.buffer, x.offset] for x in places]
+        order = [known[x.buffer, x.offset] for x in slices]
         self._inner = inner
         self._ordered: Callable[[list[int]], Sequence[int]] = (
             operator.itemgetter(*order) if len(order) > 1 else lambda addresses: [addresses[order[0]]]
         )
-        self.slots = len(places)
-        self._pack = struct.Struct(f"={len(places)}Q").pack_into
+        self.slots = len(slices)
+        self._pack = struct.Struct(f"={len(slices)}Q").pack_into
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         allocator, index = self.allocator, self._index

@@ -67,7 +67,7 @@ def check_precision(precision: str | None, wanted: tuple[str, ...] | None = None
 
     wanted=None means the names that the op `matmul` takes.
     """
-    from jax_kernels.ops.matmul.matmul import PRECISIONS
+    from jax_kernels.ops.matmul.checks import PRECISIONS
 
     names = PRECISIONS if wanted is None else wanted
     if precision is not None and precision not in names:

@@ -21,8 +21,8 @@ class CacheInfo(NamedTuple):
     are compiled forwards and backwards for one set of shapes, dtypes and constants; the 1,024 last used are kept.
     chains: pairs of a function and shapes for which the direct route has loaded a launch chain, or has found that there
     is none; the 512 last used are kept. known_calls: calls that later equal calls repeat without checks, up to 512 for
-    each op. recipes: calls in torch.compile graphs for many sizes, if a constant is neither a number nor a text; the
-    1,024 last used are kept, and a graph whose call was dropped raises an error that says so. plan_recipes: the
+    each op. dynamic_calls: calls in torch.compile graphs for many sizes, if a constant is neither a number nor a text;
+    the 1,024 last used are kept, and a graph whose call was dropped raises an error that says so. program_records: the
     programs in `plans`, and all dropped programs whose name is in a graph, which are built again. tangents: functions
     that forward-mode differentiation made; the 1,024 last used are kept, and all that a program holds.
     """
@@ -31,8 +31,8 @@ class CacheInfo(NamedTuple):
     plans: int
     chains: int
     known_calls: int
-    recipes: int
-    plan_recipes: int
+    dynamic_calls: int
+    program_records: int
     tangents: int
 
 
@@ -43,8 +43,8 @@ def cache_info() -> CacheInfo:
         plans=len(PROGRAMS),
         chains=route.count(),
         known_calls=call_cache.count(),
-        recipes=len(CALLS),
-        plan_recipes=len(PROGRAMS.names()),
+        dynamic_calls=len(CALLS),
+        program_records=len(PROGRAMS.names()),
         tangents=sum(not FUNCTIONS.is_pinned(name) for name in FUNCTIONS.alive()),
     )
 
@@ -52,9 +52,9 @@ def cache_info() -> CacheInfo:
 def clear_cache() -> None:
     """Drops compiled programs, loaded kernels, and JAX's own caches. Later calls are compiled again.
 
-    A torch.compile graph for many sizes with a constant that is neither a number nor a text (`recipes` of CacheInfo)
-    must be compiled again, after torch.compiler.reset(). Kernels in captured CUDA graphs stay loaded. Waits for the
-    GPUs whose kernels it unloads.
+    A torch.compile graph for many sizes with a constant that is neither a number nor a text (`dynamic_calls` of
+    CacheInfo) must be compiled again, after torch.compiler.reset(). Kernels in captured CUDA graphs stay loaded. Waits
+    for the GPUs whose kernels it unloads.
     """
     call_cache.clear()
     keyed_cache.clear()

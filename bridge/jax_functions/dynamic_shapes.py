@@ -233,7 +233,7 @@ def _differentiate_backward(tensors, cotangents, wanted, name):
 
 call_any_op = torch_operator.define_operator(
     "call_any",
-    "(Tensor[] tensors, str recipe, str sizes='') -> Tensor[]",
+    "(Tensor[] tensors, str call, str sizes='') -> Tensor[]",
     program=_program,
     unpack=lambda *arguments: list,
     fake=_fake,
@@ -242,7 +242,7 @@ call_any_op = torch_operator.define_operator(
 )
 backward_any_op = torch_operator.define_operator(
     "call_any_backward",
-    "(Tensor[] tensors, Tensor?[] cotangents, int wanted, str recipe) -> Tensor[]",
+    "(Tensor[] tensors, Tensor?[] cotangents, int wanted, str call) -> Tensor[]",
     program=_backward_program,
     unpack=lambda *arguments: list,
     fake=_fake_backward,

@@ -109,12 +109,12 @@ class ResultSpec(NamedTuple):
 class ResidualSource(NamedTuple):
     """The source of one residual: a value that the forward computes or receives, and the backward needs.
 
-    `place` names a list: "mask" (the arrays of the Masks), "input" (the call's tensors), "output" (the function's own
+    origin: a list: "mask" (the arrays of the Masks), "input" (the call's tensors), "output" (the function's own
     outputs), or "extra" (all residuals). position: the residual's index in this list. The forward returns an "extra"
     residual as an additional result.
     """
 
-    place: str
+    origin: str
     position: int
 
 

@@ -110,8 +110,8 @@ def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: 
     residual_infos, tree = jax.tree.flatten(pullback)
     sources = _sources(traced.jaxpr.jaxpr, len(jax.tree.leaves(specs_of_masks)), count) if moving else []
     extra = [index for index, source in enumerate(sources) if source == ResidualSource("extra", index)]
-    inputs_read = sorted({source.position for source in sources if source.place == "input"})
-    outputs_read = sorted({source.position for source in sources if source.place == "output"})
+    inputs_read = sorted({source.position for source in sources if source.origin == "input"})
+    outputs_read = sorted({source.position for source in sources if source.origin == "output"})
 
     def forward(masks, *leaves):
         if not moving:

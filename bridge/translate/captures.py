@@ -182,7 +182,7 @@ class _Copier:
         are copied, and the attributes that the methods among them read.
         """
         kind = type(x)
-        if isinstance(x, torch.Tensor | function_identity.Place | type) or kind in _PLAIN:
+        if isinstance(x, torch.Tensor | function_identity.Placeholder | type) or kind in _PLAIN:
             return self.replace(x, path)
         if id(x) in self.found:
             return self.found[id(x)]

@@ -21,7 +21,7 @@ import torch
 
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 
-__all__ = ["Place", "UncomparableFunctionError", "canonical_function", "function_key", "names_of"]
+__all__ = ["Placeholder", "UncomparableFunctionError", "canonical_function", "function_key", "names_of"]
 
 _MOST = 1024
 _FIRST: dict[Hashable, types.FunctionType] = {}
@@ -36,7 +36,7 @@ class UncomparableFunctionError(Exception):
     """Raised for a function that has no twins, because it reads a value which cannot be compared, or calls itself."""
 
 
-class Place(NamedTuple):
+class Placeholder(NamedTuple):
     """Replaces a tensor inside a copy of a function: the tensor is an argument of the call instead.
 
     number: the argument's index. Equal numbers mean the same argument.
@@ -133,7 +133,7 @@ def _known(value: Any, outer: tuple[types.FunctionType, ...], is_copy: bool = Fa
         return kind, value
     if kind is tuple:
         return tuple(_known(item, outer, is_copy) for item in value)
-    if kind is Place:
+    if kind is Placeholder:
         return kind, value.number
     if isinstance(value, np.generic):
         return value.dtype, value.tobytes()
@@ -155,7 +155,7 @@ def _known_copy(value: Any, outer: tuple[types.FunctionType, ...]) -> Hashable:
     """The key of a list, dict, partial, method or object that captures.copied made; None for other values."""
     kind = type(value)
     known = lambda x: _known(x, outer, True)
-    if kind is list or (hasattr(kind, "_fields") and kind is not Place):
+    if kind is list or (hasattr(kind, "_fields") and kind is not Placeholder):
         return kind, tuple(map(known, value))
     if kind is dict:
         return kind, tuple((known(key), known(x)) for key, x in value.items())

@@ -49,7 +49,7 @@ _WANT = (
     "jnp.where(q_idx >= kv_idx, jnp.tanh(score), -jnp.inf)"
 )
 _MOST = 4096
-_TEMPLATES: dict[str, captures.Root] = {}  # by name: functions with a `Place` for each tensor that they read
+_TEMPLATES: dict[str, captures.Root] = {}  # by name: functions with a `Placeholder` for each tensor that they read
 _NAMES: dict[Hashable, str] = {}  # key of twins -> name
 _OF_FUNCTION: weakref.WeakKeyDictionary[Function, tuple[str, list[Path]] | tuple[None, None]] = (
     weakref.WeakKeyDictionary()
@@ -67,19 +67,19 @@ def split_tensors(function: Function, argument: str = "score_mod") -> tuple[str,
     root = captures.root_of(function)
     if root is None:
         return None
-    places: dict[int, function_identity.Place] = {}
+    placeholders: dict[int, function_identity.Placeholder] = {}
     paths: list[Path] = []
 
-    def place(x: Any, path: Path) -> Any:
+    def placeholder(x: Any, path: Path) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        if id(x) not in places:
+        if id(x) not in placeholders:
             _check(argument, root, x, path)
-            places[id(x)] = function_identity.Place(len(paths))
+            placeholders[id(x)] = function_identity.Placeholder(len(paths))
             paths.append(path)
-        return places[id(x)]
+        return placeholders[id(x)]
 
-    bare = captures.copied(root, place)
+    bare = captures.copied(root, placeholder)
     if not paths:
         return None
     try:
@@ -185,7 +185,7 @@ def _check_values(
 
 
 def _kept(function: captures.Root) -> str:
-    """Stores a template, which is a function with a `Place` for each tensor, under a new name. Returns the name."""
+    """Stores a template, a function with a `Placeholder` for each tensor, under a new name. Returns the name."""
     name = unique_name("score_mod")
     _TEMPLATES[name] = function
     drop_oldest(_TEMPLATES, _MOST)
@@ -200,7 +200,7 @@ def bind_tensors(template: str, arrays: Sequence[jax.Array], argument: str = "sc
     uses an operation without a form in jnp: at once if argument is "score_mod", else when the new function is called.
     """
     values = [torch_to_jnp.TracedTensor(x, is_read=True) for x in arrays]
-    fill = lambda x, path: values[x.number] if isinstance(x, function_identity.Place) else x
+    fill = lambda x, path: values[x.number] if isinstance(x, function_identity.Placeholder) else x
     named = _named(argument, captures.copied(_TEMPLATES[template], fill))
     if argument == "score_mod":
         try:

@@ -13,10 +13,6 @@ from jax_kernels.masks.arrays import from_function as from_function
 from jax_kernels.masks.arrays import segments as segments
 from jax_kernels.masks.block_lists import BlockLists as BlockLists
 from jax_kernels.masks.block_lists import PackedBlocks as PackedBlocks
-from jax_kernels.masks.builders import pooled_scores as pooled_scores
-from jax_kernels.masks.builders import threshold as threshold
-from jax_kernels.masks.builders import top_k as top_k
-from jax_kernels.masks.builders import top_k_blocks as top_k_blocks
 from jax_kernels.masks.mask import Mask as Mask
 from jax_kernels.masks.positions import causal as causal
 from jax_kernels.masks.positions import dilated as dilated
@@ -25,3 +21,7 @@ from jax_kernels.masks.positions import prefix as prefix
 from jax_kernels.masks.positions import sliding_window as sliding_window
 from jax_kernels.masks.prepared import PreparedMask as PreparedMask
 from jax_kernels.masks.presets import preset as preset
+from jax_kernels.masks.scores.builders import pooled_scores as pooled_scores
+from jax_kernels.masks.scores.builders import threshold as threshold
+from jax_kernels.masks.scores.builders import top_k as top_k
+from jax_kernels.masks.scores.builders import top_k_blocks as top_k_blocks

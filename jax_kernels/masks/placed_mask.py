@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_kernels.masks.block_arithmetic import Grid, Literal, live, most_partial, width
 from jax_kernels.masks.mask import Composite, Mask, node, static
-from jax_kernels.masks.restriction import Piece, place_of
+from jax_kernels.masks.restriction import Piece, position_of
 
 
 @node
@@ -54,7 +54,7 @@ class Placed(Composite):
         return ((Literal(cells=cells, cell_width=cell_width, varies=self._partial),),)
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
-        of = lambda side, index: place_of(index, self._firsts(side), self._size(side), self.stride)
+        of = lambda side, index: position_of(index, self._firsts(side), self._size(side), self.stride)
         q, k = of(0, q_index), of(1, k_index)
         return self.mask.elements(b, h, q, k)
 
@@ -81,8 +81,8 @@ class Placed(Composite):
         for piece in range(firsts.shape[0]):
             first, end = piece * size // block, -(-(piece + 1) * size // block)
             start = first * block
-            place = firsts[piece] - self.stride * (piece * size - start)
-            found.append((first, end, place, min(end * block, length) - start))
+            position = firsts[piece] - self.stride * (piece * size - start)
+            found.append((first, end, position, min(end * block, length) - start))
         return found
 
     def _tiles(self, grid: Grid) -> "Iterator[_Tile]":

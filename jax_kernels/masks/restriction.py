@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_kernels.masks.block_arithmetic import Conjunction
 
-__all__ = ["Piece", "keeps_none", "of_heads", "place_of"]
+__all__ = ["Piece", "keeps_none", "of_heads", "position_of"]
 
 # Token counts are clamped to this, so that their sums with positions fit an int32.
 _MOST_TOKENS = 1 << 30
@@ -47,20 +47,20 @@ class Piece:
         ids: of the whole sequence. Tokens whose position is outside of the sequence get arbitrary ids.
         """
         first, length = (self.q_first, self.k_first)[side], self.lengths[side]
-        places = first + self.stride * jnp.arange(length, dtype=jnp.int32)
-        return ids[:, jnp.clip(places, 0, ids.shape[1] - 1)]
+        positions = first + self.stride * jnp.arange(length, dtype=jnp.int32)
+        return ids[:, jnp.clip(positions, 0, ids.shape[1] - 1)]
 
 
-def place_of(index: Any, firsts: Any, size: int, stride: int) -> Any:
+def position_of(index: Any, firsts: Any, size: int, stride: int) -> Any:
     """The position in the whole sequence of the token with index `index` in the call; int32, shaped like index.
 
     firsts: int32 [pieces], the position of each piece's first token. size: the tokens of a piece. stride: the distance
     of neighbours in a piece.
     """
-    place = firsts[0] + stride * index
+    position = firsts[0] + stride * index
     for piece in range(1, len(firsts)):
-        place = jnp.where(index < piece * size, place, firsts[piece] + stride * (index - piece * size))
-    return place
+        position = jnp.where(index < piece * size, position, firsts[piece] + stride * (index - piece * size))
+    return position
 
 
 def of_heads(array: jax.Array, first: Any, count: int) -> jax.Array:
@@ -86,8 +86,8 @@ def keeps_none(literals: Conjunction, queries: range, keys: range) -> bool:
     return all(any(distance % rate for rate in rates) for distance in distances)
 
 
-def _within(places: range, limits: list[tuple[int | None, int | None]]) -> range:
-    """The positions in `places` that all limits keep. limits: [start, end) each; None is no limit."""
-    low = max([places.start, *(start for start, _ in limits if start is not None)])
-    end = min([places.stop, *(stop for _, stop in limits if stop is not None)])
-    return range(low + (places.start - low) % places.step, end, places.step)
+def _within(positions: range, limits: list[tuple[int | None, int | None]]) -> range:
+    """The positions in `positions` that all limits keep. limits: [start, end) each; None is no limit."""
+    low = max([positions.start, *(start for start, _ in limits if start is not None)])
+    end = min([positions.stop, *(stop for _, stop in limits if stop is not None)])
+    return range(low + (positions.start - low) % positions.step, end, positions.step)

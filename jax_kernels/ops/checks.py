@@ -113,10 +113,6 @@ def check_softcap(softcap: Any) -> None:
         raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
 
 
-def check_implementation(implementation: Any) -> None:
-    check_names(implementation=implementation)
-
-
 def check_names(**names: Any) -> None:
     """Raises TypeError unless each value is a str or None. names: the arguments, by their names in messages."""
     for name, x in names.items():

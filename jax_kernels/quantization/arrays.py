@@ -15,14 +15,21 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Num
 from jax_kernels.plain_numbers import plain, plain_of
 from jax_kernels.quantization import formats, scale_blocks
 from jax_kernels.quantization.formats import LowBit
-from jax_kernels.quantization.scale_blocks import BLOCK
+from jax_kernels.quantization.scales import (
+    check_scaling,
+    checked_scale,
+    largest_along,
+    quantization_scale,
+    scale_of,
+    scale_shape,
+    spread_scale,
+)
 from jax_kernels.tracing.derivatives import without_derivative
 from jax_kernels.tracing.explicit_mesh import explicit_mesh, on_auto_axes, with_auto_axes
 
 __all__ = ["QuantizedArray", "dequantize", "quantize", "quantize_fp8"]
 
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-SCALINGS = ("tensor", "row", "block")
 _NO_DERIVATIVE = (
     "quantize: rounding to few bits has no derivative. Pass it y = jax.lax.stop_gradient(x). To let x's own gradient "
     "through: x + (dequantize(quantize(y)) - y)"
@@ -166,7 +173,7 @@ def quantize_blocks(x: jax.Array, format: str, sizes: Sequence[int], scale: Any 
     """
     dtype, x, is_given = jnp.dtype(FORMATS[format]), _checked(x).astype(jnp.float32), scale is not None
     if not is_given:
-        scale = _scale_of(scale_blocks.largest(x, sizes, _largest_along), dtype)
+        scale = scale_of(scale_blocks.largest(x, sizes, largest_along), dtype)
     values = _values(x, scale_blocks.spread(scale, sizes, x.shape), dtype, is_given)
     return QuantizedArray(values=values, scale=scale, scaling="block")
 
@@ -179,7 +186,7 @@ def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) 
     dtype, x, is_given = jnp.dtype(FORMATS[format]), x.astype(jnp.float32), scale is not None
     if not is_given:
         scale = quantization_scale(x, dtype, scaling, axis)
-    values = _values(x, _spread(scale, scaling, axis, x.shape), dtype, is_given)
+    values = _values(x, spread_scale(scale, scaling, axis, x.shape), dtype, is_given)
     return QuantizedArray(values=values, scale=scale, scaling=scaling, axis=axis)
 
 
@@ -235,7 +242,7 @@ def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> Quant
     groups = 1 if layout.group is None else -(-layout.padded(depth) // group)
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * group - depth)])
     grouped = padded.reshape(*outer, columns, groups, group)
-    scale = formats.scale_of(_largest_along(grouped, -1), layout, scale_dtype or jnp.float32)
+    scale = formats.scale_of(largest_along(grouped, -1), layout, scale_dtype or jnp.float32)
     scaled = (grouped / formats.unpack_scale(scale)[..., None]).reshape(padded.shape)
     return QuantizedArray(
         values=_kept(formats.pack(scaled[..., : layout.padded(depth)], layout)),
@@ -312,7 +319,7 @@ def _wide(x: QuantizedArray, dtype: Any) -> jax.Array:
     if x.layout is not None:
         found = formats.dequantized(x.values, x.scale, x.layout, x.length or 0).astype(dtype)
         return found if x.axis == -1 else jnp.swapaxes(found, -1, -2)
-    return (x.values.astype(jnp.float32) * _spread(x.scale, x.scaling, x.axis, x.shape)).astype(dtype)
+    return (x.values.astype(jnp.float32) * spread_scale(x.scale, x.scaling, x.axis, x.shape)).astype(dtype)
 
 
 def _check_float(dtype: Any) -> None:
@@ -320,96 +327,6 @@ def _check_float(dtype: Any) -> None:
     found = _dtype(dtype)
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"dtype: got {dtype}, want a float dtype")
-
-
-def check_scaling(scaling: Any) -> None:
-    """Raises ValueError unless scaling is "tensor", "row" or "block"."""
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling: got {scaling!r}, want 'tensor', 'row' or 'block'")
-
-
-def scale_shape(shape: tuple[int, ...], scaling: str, axis: int = -1) -> tuple[int, ...]:
-    """The shape of the scales of an 8-bit array of this shape: [] for "tensor", without `axis` for "row", blocks for
-    "block".
-
-    Blocks have 128 x 128 values of the last two axes.
-    """
-    if scaling == "tensor":
-        return ()
-    if scaling == "row":
-        at = len(shape) + axis
-        return (*shape[:at], *shape[at + 1 :])
-    return scale_blocks.counts(shape, _block_sizes(shape))
-
-
-def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
-    """The scale as a float32 array of this shape; a positive Python or NumPy number becomes an array.
-
-    Raises TypeError for another dtype, ValueError for another shape or a number that is not positive. name: the
-    argument's name, for errors.
-    """
-    if getattr(scale, "dtype", None) != jnp.float32:
-        scale = plain(scale)
-    if isinstance(scale, int | float) and not isinstance(scale, bool):
-        if not 0 < scale < float("inf"):
-            raise ValueError(f"{name}: got {scale}, want a positive number")
-        scale = jnp.float32(scale)
-    if getattr(scale, "dtype", None) != jnp.float32:
-        raise TypeError(f"{name}: got {getattr(scale, 'dtype', type(scale).__name__)}, want float32")
-    if scale.shape != shape:
-        raise ValueError(f"{name}: got shape {scale.shape}, want {shape}")
-    return scale
-
-
-def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: Any) -> jax.Array:
-    """The float32 scales that map x's largest magnitudes to the largest value of `dtype`, in the shape that scaling
-    gives.
-
-    axis: for scaling="row", the axis, or a tuple of axes, along which values share a scale.
-    """
-    return _scale_of(_largest(x.astype(jnp.float32), scaling, axis), dtype)
-
-
-def _largest(x: jax.Array, scaling: str, axis: Any) -> jax.Array:
-    """The largest magnitude among the values that share a scale, for each scale: float32 in the scales' shape."""
-    if scaling == "tensor":
-        return _largest_along(x, None)
-    if scaling == "row":
-        return _largest_along(x, axis)
-    return scale_blocks.largest(x, _block_sizes(x.shape), _largest_along)
-
-
-def _largest_along(x: jax.Array, axis: Any, keepdims: bool = False) -> jax.Array:
-    """The largest magnitude along axes (None: all): float32; NaN if a value is NaN, and 0 without values.
-
-    XLA's maximum drops a NaN on CPUs, but not on GPUs.
-    """
-    largest = lambda x: jnp.abs(x).max(axis, keepdims=keepdims, initial=0)
-    on_cpu = lambda x: jnp.where(jnp.isnan(x).any(axis, keepdims=keepdims), jnp.nan, largest(x))
-    return jax.lax.platform_dependent(x, cpu=on_cpu, default=largest)
-
-
-def _spread(scale: jax.Array, scaling: str, axis: Any, shape: tuple[int, ...]) -> jax.Array:
-    """The scales in a shape that broadcasts to `shape`, the array's."""
-    if scaling == "tensor":
-        return scale
-    if scaling == "row":
-        return jnp.expand_dims(scale, axis)
-    return scale_blocks.spread(scale, _block_sizes(shape), shape)
-
-
-def _block_sizes(shape: Sequence[int]) -> list[int]:
-    """The length of a block of 128 x 128 values along each axis: 1 for all axes except the last two."""
-    return [*[1] * (len(shape) - 2), BLOCK, BLOCK]
-
-
-def _scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
-    """The scales that map magnitudes up to `largest` to the largest value of dtype; 1 for a magnitude of 0.
-
-    Each scale is a normal number, so that its reciprocal is finite.
-    """
-    tiny, top = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(dtype).max)
-    return jnp.where(largest == 0, 1, jnp.maximum(largest / top, tiny))
 
 
 def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
@@ -461,7 +378,7 @@ def quantize_fp8(
     if len(shared) != len(axes):
         raise ValueError(f"axis: got {axis}, want different axes of an array of shape {x.shape}")
     x = x.astype(jnp.float32)
-    scales = _scale_of(_largest_along(x, axes, keepdims=True), jnp.float8_e4m3fn)
+    scales = scale_of(largest_along(x, axes, keepdims=True), jnp.float8_e4m3fn)
     values = jnp.where(jnp.isfinite(scales), x / scales, jnp.nan).astype(jnp.float8_e4m3fn)
     return _kept(values), jnp.squeeze(scales, tuple(shared))
 

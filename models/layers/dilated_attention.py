@@ -15,7 +15,7 @@ from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.parallel.sharding import ShardingRules, sequence_devices, share_sequence
 from jax_kernels.models.transformer import Block, Transformer
-from jax_kernels.ops.checks import check_flags, check_implementation
+from jax_kernels.ops.checks import check_flags, check_names
 from jax_kernels.ops.dilated.checks import check_pattern
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention
 from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
@@ -56,7 +56,7 @@ class DilatedAttention(nnx.Module):
         implementation: str | None = None,
     ) -> None:
         check_flags(is_causal=is_causal)
-        check_implementation(implementation)
+        check_names(implementation=implementation)
         check_pattern(
             segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
         )

@@ -11,6 +11,7 @@ from jax_kernels.models.layers.delayed_scaling import check_fp8_scaling, delayed
 from jax_kernels.ops.checks import checked_array
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_op
+from jax_kernels.ops.matmul.checks import PRECISIONS, checked_activation
 from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["GatedMLP", "Linear"]
@@ -64,7 +65,7 @@ class Linear(nnx.Linear):
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             check_size(name, size)
-        ops.checked_activation(activation)
+        checked_activation(activation)
         check_scaling("", options.get("precision"), scaling)
         check_fp8_scaling(fp8_scaling, amax_history_length, options.get("precision"), scaling)
         super().__init__(in_features, out_features, **options)
@@ -85,7 +86,7 @@ class Linear(nnx.Linear):
         dtype of the computation and residual.
         """
         is_plain = self.dot_general is lax.dot_general and self.preferred_element_type is None and out_sharding is None
-        if not is_plain or self.precision not in (None, *ops.PRECISIONS):
+        if not is_plain or self.precision not in (None, *PRECISIONS):
             if self.precision == "fp8":
                 raise ValueError(
                     "precision: got 'fp8' with an option of nnx's (dot_general, preferred_element_type, "
@@ -148,8 +149,8 @@ def _check_options(options: dict[str, Any], precision: Any) -> None:
     for name in ("dot_general", "preferred_element_type"):
         if options.get(name) not in (None, lax.dot_general):
             raise ValueError(f"{name}: got one, want None: this library's matmuls have no such option")
-    if precision not in (None, *ops.PRECISIONS):
-        raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, ops.PRECISIONS))} or None")
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, PRECISIONS))} or None")
 
 
 class GatedMLP(nnx.Module):
@@ -191,7 +192,7 @@ class GatedMLP(nnx.Module):
             raise TypeError("activation: got None, want a name or a function")
         check_scaling("", precision, scaling)
         _check_options(options, precision)
-        ops.checked_activation(activation)
+        checked_activation(activation)
         options |= {"use_bias": False, "precision": precision, "scaling": scaling, "implementation": implementation}
         options |= {"fp8_scaling": fp8_scaling, "amax_history_length": amax_history_length}
         self.gate_proj = Linear(in_features, hidden_features, **options)

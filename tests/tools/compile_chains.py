@@ -19,7 +19,7 @@ import torch
 
 from jax_kernels import flash_attention, masks
 from jax_kernels.bridge.direct import compile
-from jax_kernels.bridge.direct.chain import Copy, Fill, Kernel, LaunchChain, MosaicKernel, NotDirectError, Place
+from jax_kernels.bridge.direct.chain import BufferSlice, Copy, Fill, Kernel, LaunchChain, MosaicKernel, NotDirectError
 from jax_kernels.bridge.ops.attention import flash_attention_operator
 from jax_kernels.bridge.ops.attention.flash_attention_operator import Options, Tensors
 from jax_kernels.bridge.ops.decoding import cached_decoding
@@ -174,7 +174,7 @@ def described(chain: LaunchChain) -> dict[str, Any]:
     names = [f"in{index}" for index in range(len(chain.inputs))]
     names += [f"out{index}" for index in range(len(chain.outputs))]
     names += ["work", *(f"constant{index}" for index in range(len(chain.constants)))]
-    buffers = lambda places: [names[place.buffer] for place in places]
+    buffers = lambda slices: [names[part.buffer] for part in slices]
     steps: list[dict[str, Any]] = []
     for step in chain.steps:
         match step:
@@ -194,10 +194,10 @@ def described(chain: LaunchChain) -> dict[str, Any]:
 def _used(chain: LaunchChain) -> int:
     """The end of the workspace bytes that the steps use."""
     work = len(chain.inputs) + len(chain.outputs)
-    places: list[Place] = []
+    slices: list[BufferSlice] = []
     for step in chain.steps:
-        places += step.arguments if isinstance(step, Kernel | MosaicKernel) else [step.target]
-    return max((place.offset + place.size for place in places if place.buffer == work), default=0)
+        slices += step.arguments if isinstance(step, Kernel | MosaicKernel) else [step.target]
+    return max((part.offset + part.size for part in slices if part.buffer == work), default=0)
 
 
 def main(gpu: str, case: str, file: str = "") -> None:

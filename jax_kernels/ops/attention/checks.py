@@ -43,7 +43,7 @@ def check(given: FlashArguments) -> tuple[AttentionRequest, AttentionInputs]:
     checks.check_softcap(softcap)
     if score_mod is not None and softcap is not None:
         raise ValueError(f"softcap: got {softcap} with a score_mod, want None: score_mod(score, ...) can begin with it")
-    checks.check_implementation(given.implementation)
+    checks.check_names(implementation=given.implementation)
     has_score_mod = score_mod is not None
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         score_mod = _traced(score_mod, has_pairs=0 not in scores)

@@ -201,7 +201,7 @@ def _check(
     batch, q_length, heads, head_dim = query.shape
     checks.check_number("scale", scale)
     checks.check_softcap(softcap)
-    checks.check_implementation(implementation)
+    checks.check_names(implementation=implementation)
     checks.check_flags(return_lse=return_lse)
     _, window = checks.checked_window(window, True)
     sinks = checks.checked_sinks(sinks, heads)

@@ -210,7 +210,7 @@ def _check(
     kv_length, kv_heads = key.shape[1:3]
     checks.check_flags(is_causal=is_causal, return_lse=return_lse)
     checks.check_number("scale", scale)
-    checks.check_implementation(implementation)
+    checks.check_names(implementation=implementation)
     static_offset, q_offset = checks.checked_offset(q_offset, batch)
     arrays = _Arrays(
         query=query,

@@ -109,23 +109,23 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     """
     checked = check(**keywords)
     query, scale = with_positive_scale(checked.inputs.query, checked.arguments["scale"])  # outside the custom_vjp
-    recipe = _Recipe(
+    checked_call = _CheckedCall(
         pattern=checked.pattern,
         merge=tuple(checked.merge.items()),
         arguments=tuple((checked.arguments | {"scale": scale}).items()),
     )
-    call = recipe.call()
+    call = checked_call.planned()
     arrays = vary_alike((query, checked.inputs.key, checked.inputs.value, checked.inputs.q_segment_ids))
     if not call.attentions:
         OP.choose(checked.request, checked.arguments["implementation"])  # raises for a name that cannot be served
         return call, arrays
-    parts = dataclasses.replace(recipe, implementation=call.attentions[0][1].implementation)
-    return dataclasses.replace(call, of_heads=parts.call), arrays
+    parts = dataclasses.replace(checked_call, implementation=call.attentions[0][1].implementation)
+    return dataclasses.replace(call, of_heads=parts.planned), arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Recipe:
-    """The data from which a checked call is planned, for all heads or for one shard of the heads.
+class _CheckedCall:
+    """A call whose checks have passed, which is planned for all heads or for one shard of the heads.
 
     merge: (name, value) of the fields of DilatedCall that say how branches are merged. arguments: (name, value) of
     options of flash_attention. implementation: the implementation of all attentions; None to choose it by `arguments`.
@@ -136,7 +136,7 @@ class _Recipe:
     arguments: tuple[tuple[str, Any], ...]
     implementation: str | None = None
 
-    def call(self, index: int = 0, count: int = 1) -> DilatedCall:
+    def planned(self, index: int = 0, count: int = 1) -> DilatedCall:
         """The planned call of shard `index` of the heads, if the heads are sharded over `count` devices."""
         request, merge, arguments = self.pattern.of_part(count), dict(self.merge), dict(self.arguments)
         if self.implementation is not None:

@@ -14,7 +14,7 @@ from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, At
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.vjp import AttentionCall
 from jax_kernels.ops.dilated.sharded_segments import Span
-from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, with_norms
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors, forward_onto, with_norms
 
 __all__ = ["forward", "gradients"]
 
@@ -41,17 +41,17 @@ def forward(span: Span, planned: AttentionCall, inputs: AttentionInputs) -> Atte
 
 
 def gradients(
-    span: Span, planned: AttentionCall, inputs: AttentionInputs, rows: Rows, so_far: jax.Array | None
+    span: Span, planned: AttentionCall, inputs: AttentionInputs, backward: BackwardInputs, so_far: jax.Array | None
 ) -> AttentionGradients:
     """The float32 gradients of this device's query, key and value, in the shapes of `inputs`.
 
-    rows: dout and the row terms of this device's queries over the keys of all devices. so_far: None, or a float32 array
-    to which query's gradient, divided by the scale, is added; this sum is then returned as query's gradient. The
+    backward: dout and the row terms of this device's queries over the keys of all devices. so_far: None, or a float32
+    array to which query's gradient, divided by the scale, is added; this sum is then returned as query's gradient. The
     gradients of keys and values follow the keys and values round the ring, one step behind.
     """
     planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
     # The barrier keeps XLA from saving the keys that arrived in the forward, which are the keys of all devices.
-    inputs, rows = lax.optimization_barrier((inputs, rows))
+    inputs, backward = lax.optimization_barrier((inputs, backward))
     visitors = Visitors(Pair((inputs.key, inputs.value)), inputs.kv_segment_ids)
     upcoming: Any = Visitors(Pair.of(inputs.key, inputs.value), inputs.kv_segment_ids)
     dquery, mine, travelling, came = so_far, None, None, 0
@@ -60,7 +60,7 @@ def gradients(
         travelling = None if travelling is None else span.shifted(travelling, number - came)
         call, of_step = _step(span, number, planned, inputs, visitors)
         given = () if so_far is None else (dquery,)
-        found = attention.attention_gradients(call, of_step, rows.lse, rows.delta, rows.dout, *given)
+        found = attention.attention_gradients(call, of_step, backward.lse, backward.delta, backward.dout, *given)
         of_query, pair = found.query.astype(jnp.float32), Pair.of(found.key, found.value)
         dquery = of_query if so_far is not None or dquery is None else dquery + of_query
         (dquery, pair), visitors, travelling = lax.optimization_barrier(((dquery, pair), upcoming, travelling))

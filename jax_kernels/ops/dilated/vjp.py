@@ -19,7 +19,7 @@ from jax_kernels.ops.dilated import ring_steps
 from jax_kernels.ops.dilated.branches import BranchCall
 from jax_kernels.ops.dilated.pieces import Piece
 from jax_kernels.ops.planned_op import merged_vmap
-from jax_kernels.ops.ring.steps import Rows
+from jax_kernels.ops.ring.partial_results import BackwardInputs
 from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
 from jax_kernels.pallas.attention.passes import merge_branches
 from jax_kernels.pallas.triton import backend
@@ -293,8 +293,8 @@ def _backward(call: DilatedCall, arrays):
             so_far = jnp.zeros((*inputs.query.shape[:2], views.heads, query.shape[3]), jnp.float32)
         (dout_of_rows,) = _read(call, views, heads, dout)
         if views.span is not None:
-            rows = Rows(lse=lse_of_rows, delta=delta, dout=dout_of_rows)
-            gradients = ring_steps.gradients(views.span, planned, inputs, rows, so_far)
+            given = BackwardInputs(lse=lse_of_rows, delta=delta, dout=dout_of_rows)
+            gradients = ring_steps.gradients(views.span, planned, inputs, given, so_far)
         else:
             gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
         if views.is_strided and dquery is not None:

@@ -11,7 +11,9 @@ from jaxtyping import Array, Float
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import derivative_of
-from jax_kernels.ops.matmul import gradients, matmul
+from jax_kernels.ops.matmul import checks as matmul_checks
+from jax_kernels.ops.matmul import gradients
+from jax_kernels.ops.matmul.checks import ROUNDED, check_gated, checked_bias, checked_residual
 from jax_kernels.ops.matmul.implementations import GATED, MatmulRequest
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp
 from jax_kernels.ops.sharding.explicit_axes import as_product, with_explicit_axes
@@ -124,7 +126,7 @@ def check(
     checks.check_flags(transpose_w=transpose_w)
     if precision == "fp8":
         raise ValueError("precision: got 'fp8', want 'fp32', 'tf32' or None; gated_matmul and matmul take 'fp8'")
-    if precision in matmul.ROUNDED:
+    if precision in ROUNDED:
         raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None; cast x and the weights instead")
     x = checks.checked_array("x", x)
     if x.ndim == 0:
@@ -135,16 +137,16 @@ def check(
     shared = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
     shared |= {"x": x, "implementation": implementation}
     if w_gate is None:
-        request, first, options = matmul.check(w=w_up, **shared)
+        request, first, options = matmul_checks.check(w=w_up, **shared)
         if bias_up is not None:
-            first = first._replace(bias=matmul.checked_bias(bias_up, x.dtype, hidden, "bias_up"))
+            first = first._replace(bias=checked_bias(bias_up, x.dtype, hidden, "bias_up"))
     else:
-        request, first, options = matmul.check_gated(w_gate=w_gate, w_up=w_up, **shared)
+        request, first, options = check_gated(w_gate=w_gate, w_up=w_up, **shared)
     inputs = MlpInputs(
         first=first,
         down=checks.checked_array("w_down", w_down),
-        bias_down=None if bias_down is None else matmul.checked_bias(bias_down, x.dtype, columns, "bias_down"),
-        residual=None if residual is None else matmul.checked_residual(residual, x.dtype, (*x.shape[:-1], columns)),
+        bias_down=None if bias_down is None else checked_bias(bias_down, x.dtype, columns, "bias_down"),
+        residual=None if residual is None else checked_residual(residual, x.dtype, (*x.shape[:-1], columns)),
     )
     return dataclasses.replace(request, op="mlp"), inputs, options
 

@@ -311,7 +311,7 @@ def _check(
         raise ValueError(f"scale_offset: got {scale_offset} with scale={scale}, want 0.0, or a scale to add it to")
     if quantize is not None and quantize not in tuple(FORMATS):
         raise ValueError(f"quantize: got {quantize!r}, want 'e4m3', 'e5m2' or None")
-    checks.check_implementation(implementation)
+    checks.check_names(implementation=implementation)
     request = NormRequest(
         op=op,
         device=dispatch.target_device(x),

@@ -19,8 +19,8 @@ from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.vjp import with_options
 from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors, forward_onto, gradients_onto
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
-from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, gradients_onto
 
 __all__ = ["forward", "gradients", "planned_calls", "reason_against"]
 
@@ -268,7 +268,7 @@ def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, l
 
 
 def gradients(
-    call: RingCall, arrays: RingArrays, rows: Rows, halos: list[Visitors] | None
+    call: RingCall, arrays: RingArrays, backward: BackwardInputs, halos: list[Visitors] | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of query (divided by the scale), key and value, all float32, [B, T, heads, ...].
 
@@ -276,20 +276,22 @@ def gradients(
     """
     layout, sides, (query, own) = call.layout, _sides(call), _own(call, arrays)
     halos = _halos(call, own) if halos is None else halos
-    lse, delta, dout = (_in_chunks(layout, x, axis) for x, axis in ((rows.lse, 2), (rows.delta, 2), (rows.dout, 1)))
+    lse, delta, dout = (
+        _in_chunks(layout, x, axis) for x, axis in ((backward.lse, 2), (backward.delta, 2), (backward.dout, 1))
+    )
     dquery = jnp.zeros_like(query, jnp.float32)
     returning = []
     for side, halo in zip(sides, halos, strict=True):
         some = side.rows
         planned, inputs = _of_side(call, side, query, own, halo)
-        of_some = Rows(lse[:, :, some], delta[:, :, some], dout[:, some])
+        of_some = BackwardInputs(lse[:, :, some], delta[:, :, some], dout[:, some])
         planned = with_options(planned, float32_gradients=True)
         found, pair = gradients_onto(planned, inputs, of_some, dquery[:, some], call.scale)
         dquery = _replaced(dquery, some, found)
         returning.append(side.given_back(_as_two(pair)))
     planned, inputs = _prepared(call, query, own.segment_ids, own, None)
     planned = with_options(planned, float32_gradients=True)
-    dquery, pair = gradients_onto(planned, inputs, Rows(lse, delta, dout), dquery, call.scale)
+    dquery, pair = gradients_onto(planned, inputs, BackwardInputs(lse, delta, dout), dquery, call.scale)
     total = _as_two(pair)
     for side, of_edge in zip(sides, returning, strict=True):
         total = jax.tree.map(lambda x, part, side=side: x + _padded(x, side.edge, part), total, of_edge)

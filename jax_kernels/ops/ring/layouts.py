@@ -14,7 +14,7 @@ from jax import lax
 from jax_kernels.masks import Mask, sliding_window
 from jax_kernels.masks.limits import joined_band
 from jax_kernels.masks.placed_mask import Placed
-from jax_kernels.masks.restriction import place_of
+from jax_kernels.masks.restriction import position_of
 from jax_kernels.score_mod.restriction import placed
 from jax_kernels.score_mod.trace import ScoreMod
 
@@ -101,9 +101,9 @@ class Layout:
             sizes = (self.length, self.devices) if back else (self.devices, self.length)
             stripes = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
             return stripes.swapaxes(axis, axis + 1).reshape(x.shape)
-        places = [place for device in range(self.devices) for place in (device, 2 * self.devices - 1 - device)]
-        parts = jnp.split(x, len(places), axis)
-        return jnp.concatenate([parts[i] for i in (places if back else np.argsort(places))], axis)
+        order = [chunk for device in range(self.devices) for chunk in (device, 2 * self.devices - 1 - device)]
+        parts = jnp.split(x, len(order), axis)
+        return jnp.concatenate([parts[i] for i in (order if back else np.argsort(order))], axis)
 
     def ranges(self, device: int) -> list[range]:
         """The positions of each chunk's tokens, for a device whose index is an int."""
@@ -122,7 +122,7 @@ class Layout:
             return jnp.stack([device])
         return jnp.stack([self.first(chunk, device) for chunk in range(self.chunks)])
 
-    def places(self, device: Any) -> Any:
+    def positions(self, device: Any) -> Any:
         """int32 [length]: the positions of a device's tokens, in the device's order. device: a traced index."""
         return (self.firsts(device)[:, None] + self.stride * jnp.arange(self.chunk, dtype=jnp.int32)).reshape(-1)
 
@@ -165,11 +165,11 @@ class Layout:
         count = self.chunks
         numbers = [x for device in (index, self.source(step, index)) for x in self.firsts(device)]
 
-        def places(h: Any, q: Any, k: Any, *firsts: Any) -> Any:
-            place = lambda index, firsts: place_of(index, firsts, self.chunk, self.stride)
-            return h, place(q, firsts[:count]), place(k, firsts[count:])
+        def positions(h: Any, q: Any, k: Any, *firsts: Any) -> Any:
+            position = lambda index, firsts: position_of(index, firsts, self.chunk, self.stride)
+            return h, position(q, firsts[:count]), position(k, firsts[count:])
 
-        return placed(mod, places, tuple(numbers))
+        return placed(mod, positions, tuple(numbers))
 
     def keys_of(self, x: Any, device: Any) -> Any:
         """x[..., keys of a device]: [..., S] -> [..., length]. x has all S keys in sequence order.
@@ -209,8 +209,8 @@ class Layout:
 
         chunk: its index on the device. device: an int or a traced index.
         """
-        place = device if chunk == 0 else 2 * self.devices - 1 - device
-        return place * self.chunk
+        number = device if chunk == 0 else 2 * self.devices - 1 - device
+        return number * self.chunk
 
     def is_dead(self, step: int) -> bool:
         """Whether the layout's limits leave no pair of a query and a key in a step, on any device."""

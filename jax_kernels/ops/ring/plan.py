@@ -9,8 +9,8 @@ from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.planned_op import recorded_plans
 from jax_kernels.ops.ring import all_gather, all_to_all, halo
+from jax_kernels.ops.ring.partial_results import Pair, Visitors
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
-from jax_kernels.ops.ring.steps import Pair, Visitors
 
 __all__ = ["RingPlan", "plan_of"]
 

@@ -170,7 +170,7 @@ def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int)
     for part in parts:
         if isinstance(part, Segments) and part.q_ids is part.kv_ids:
             rest = [other for other in parts if other is not part]
-            ids = jnp.broadcast_to(part.q_ids[:, layout.places(index)], (batch, layout.length))
+            ids = jnp.broadcast_to(part.q_ids[:, layout.positions(index)], (batch, layout.length))
             return (functools.reduce(operator.and_, rest) if rest else None), ids
     return mask, None
 

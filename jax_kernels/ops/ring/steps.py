@@ -6,191 +6,28 @@ key and value in float32. Between two steps, only the kernels read or write resu
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
-from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, FlashArguments, HeadView
+from jax_kernels.inputs.attention import AttentionGradients, FlashArguments, HeadView
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.vjp import attention_forward, attention_gradients
 from jax_kernels.ops.ring.layouts import Chunks, Layout, Whole
-from jax_kernels.ops.sharding.partitioning import is_partitioned
-from jax_kernels.pallas.attention.passes import row_norms
+from jax_kernels.ops.ring.partial_results import (
+    BackwardInputs,
+    Pair,
+    Visitors,
+    adds_dquery,
+    forward_onto,
+    gradients_onto,
+    merged,
+    merged_exactly,
+    with_norms,
+)
 
-__all__ = [
-    "Pair",
-    "Rows",
-    "Step",
-    "Visitors",
-    "forward_onto",
-    "gradients_onto",
-    "merged",
-    "merged_exactly",
-    "weight",
-    "with_norms",
-]
-
-
-class Pair(NamedTuple):
-    """Keys and values, or their gradients, [B, T, Hkv, D] each, that devices send together.
-
-    arrays: (key, value), or one array [2, B, T, Hkv, D] with both, which `of` makes if the shapes are equal.
-    XLA hides only one collective at a time behind a kernel, so that one array is better than two. A kernel reads its
-    half of the array in place. The halves have an axis of their own: if they were halves of the batch axis, devices
-    that shard the batch would have to exchange them.
-    """
-
-    arrays: tuple[jax.Array, ...]
-
-    @classmethod
-    def of(cls, key: jax.Array, value: jax.Array) -> "Pair":
-        """The Pair of key and value: copied into one array if their shapes are equal, else two arrays."""
-        if key.shape != value.shape:
-            return cls((key, value))
-        if _has_auto_axis():
-            return cls((jnp.stack([key, value]),))
-        # A kernel writes both gradients as one array [2 B, T, Hkv, D]. This reshape does not copy it.
-        return cls((jnp.concatenate([key, value]).reshape(2, *key.shape),))
-
-    @property
-    def key(self) -> jax.Array:
-        return self.arrays[0] if len(self.arrays) == 2 else self.arrays[0][0]
-
-    @property
-    def value(self) -> jax.Array:
-        return self.arrays[1] if len(self.arrays) == 2 else self.arrays[0][1]
-
-
-def _has_auto_axis() -> bool:
-    """Whether XLA's partitioner may shard arrays: the mesh of the current trace has an Auto axis of several devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    return any(kind == AxisType.Auto and size > 1 for kind, size in kinds)
-
-
-class Visitors(NamedTuple):
-    """One device's keys, values and segment ids, which travel round the ring to the other devices.
-
-    segment_ids: int32 [B, T], or None.
-    """
-
-    pair: Pair
-    segment_ids: Any
-
-
-class Rows(NamedTuple):
-    """The values that a backward reads for each query.
-
-    lse, delta: the row terms, float32 [B, H, T]. dout: the cotangent of out, [B, T, H, Dv]. lse_lo: [B, H, T] with a
-    bias or a score_mod, the exact log-sum-exp minus lse; else None.
-    """
-
-    lse: Any
-    delta: Any
-    dout: Any
-    lse_lo: Any = None
-
-
-def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
-    """exp(lse - total) as [B, T, H, 1], from lse and total [B, H, T]; 0 where lse is -inf."""
-    found = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - jnp.where(jnp.isneginf(total), 0, total)))
-    return found.swapaxes(1, 2)[..., None]
-
-
-def log_sum(one: jax.Array, other: jax.Array) -> jax.Array:
-    """log(exp(one) + exp(other)), elementwise; unlike jnp.logaddexp with derivative 0 where both are -inf."""
-    is_dead = jnp.isneginf(jnp.maximum(one, other))
-    return jnp.where(is_dead, -jnp.inf, jnp.logaddexp(*(jnp.where(is_dead, 0, x) for x in (one, other))))
-
-
-def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) over the keys of both arguments, each an (out, lse) of the same queries over different keys.
-
-    out: [B, T, H, Dv]. lse: [B, H, T].
-    """
-    lse = log_sum(one[1], other[1])
-    return one[0] * weight(one[1], lse) + other[0] * weight(other[1], lse), lse
-
-
-def merged_exactly(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out, lse, lse_lo) over the keys of both arguments, each an (out, lse, lse_lo) of the same queries.
-
-    With scores far from 0, float32 loses digits of the log-sum-exp. lse + lse_lo is exact.
-    """
-    highest = jnp.maximum(one[1], other[1])
-    is_dead = jnp.isneginf(highest)
-    highest = jnp.where(is_dead, 0, highest)
-    shares = [jnp.where(jnp.isneginf(lse), 0, jnp.exp((lse - highest) + lse_lo)) for _, lse, lse_lo in (one, other)]
-    total = jnp.where(is_dead, 1, shares[0] + shares[1])
-    log = jnp.log(total)
-    lse = highest + log
-    lse_lo = jnp.where(is_dead, 0, log + (highest - lse))
-    weights = [(share / total).swapaxes(1, 2)[..., None] for share in shares]
-    return one[0] * weights[0] + other[0] * weights[1], jnp.where(is_dead, -jnp.inf, lse), lse_lo
-
-
-def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:
-    """The inputs of a step with key_norms, the largest squared norm of a key of each head [B, Hkv].
-
-    pair: the step's keys and values, joined in one array or as two arrays. The norms are computed from the joined
-    array. The inputs are returned unchanged if there are two arrays, with a mask, with another implementation than
-    "mosaic_gpu", and if XLA may partition the call.
-    """
-    if planned.implementation != "mosaic_gpu" or len(pair.arrays) == 2 or is_partitioned() or inputs.mask is not None:
-        return inputs
-    (array,) = pair.arrays
-    array = array.reshape(-1, *array.shape[2:])
-    return inputs._replace(key_norms=row_norms.longest(array, interpret=planned.interpret, entries=len(array) // 2))
-
-
-def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
-    """Runs a planned call and merges its (out, lse) with `total`, the (out, lse) of the same queries over other keys.
-
-    total: None if there are no other keys. Returns (out [B, T, H, Dv], lse [B, H, T]), both float32, except that out
-    may have query's dtype if is_last is True.
-    """
-    if planned.implementation != "mosaic_gpu":
-        planned = dataclasses.replace(planned, out_dtype="float32")
-        out, lse, *_ = attention_forward(planned, inputs)
-        assert lse is not None
-        return (out, lse) if total is None else merged(total, (out, lse))
-    joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED
-    is_rounded = is_last and (joins or total is None)
-    # The send of the next keys occupies some SMs for a while, and a reach makes some tiles short. Hence dynamic tiles.
-    blocks = dataclasses.replace(planned.config, forward=dataclasses.replace(planned.config.forward, dynamic=True))
-    dtype = str(inputs.query.dtype) if is_rounded else "float32"
-    planned = dataclasses.replace(planned, out_dtype=dtype, config=blocks)
-    if joins:
-        inputs = inputs._replace(earlier_out=total[0], earlier_lse=total[1])
-    out, lse, *_ = attention_forward(planned, inputs)
-    assert lse is not None
-    return (out, lse) if total is None or joins else merged(total, (out, lse))
-
-
-def gradients_onto(
-    planned: Any, inputs: AttentionInputs, rows: Rows, dquery: jax.Array, scale: float
-) -> tuple[jax.Array, Pair]:
-    """The gradients of one planned call: (dquery + query's gradient / scale, Pair of the gradients of key and value).
-
-    All are float32. dquery: float32 [B, T, H, D]. planned: must have the option float32_gradients.
-    """
-    if _goes_on(planned):
-        found = attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, dquery)
-        return found.query, Pair.of(found.key, found.value)
-    found = attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout)
-    return dquery + found.query.astype(jnp.float32) / scale, Pair.of(found.key, found.value)
-
-
-def _goes_on(planned: Any) -> bool:
-    """Whether the backward's kernel itself adds query's gradient to the array `dquery` of the earlier steps.
-
-    It does with "mosaic_gpu", if the call is not deterministic. If XLA may partition the call, it does not: such a
-    kernel would get whole arrays on each device.
-    """
-    is_alone = not planned.options.deterministic and not is_partitioned()
-    return planned.implementation == "mosaic_gpu" and is_alone
+__all__ = ["Step"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,21 +80,21 @@ class Step:
         return forward_onto(planned, with_norms(planned, inputs, visitors.pair), total, is_last=is_last)
 
     def gradients(
-        self, visitors: Visitors, rows: Rows, dquery: jax.Array, heads: HeadView | None = None
+        self, visitors: Visitors, backward: BackwardInputs, dquery: jax.Array, heads: HeadView | None = None
     ) -> tuple[jax.Array, Pair]:
         """The gradients of this step: (dquery + query's gradient / scale, Pair of the gradients of key and value).
 
-        All are float32. rows: the row terms over the keys of all steps. dquery: float32 [B, T, H, D], the sum of the
-        earlier steps. heads: a range of key heads from `in_parts`; only these heads and their query heads are computed,
-        and the Pair has only these heads. None: all heads.
+        All are float32. backward: its row terms are over the keys of all steps. dquery: float32 [B, T, H, D], the sum
+        of the earlier steps. heads: a range of key heads from `in_parts`; only these heads and their query heads are
+        computed, and the Pair has only these heads. None: all heads.
         """
         scale = self.options["scale"]
         whole = self._whole_call(visitors)
         if whole is None:
-            found = self._gradients_of_pairs(visitors, rows)
+            found = self._gradients_of_pairs(visitors, backward)
             return dquery + found[0] / scale, Pair.of(*found[1:])
         planned, inputs = whole
-        lse, delta = rows.lse, rows.delta
+        lse, delta = backward.lse, backward.delta
         options = dataclasses.replace(planned.options, float32_gradients=True)
         if heads is not None:
             group = self.query.shape[2] // inputs.key.shape[2]
@@ -265,16 +102,16 @@ class Step:
             options = dataclasses.replace(options, query_heads=of_query, kv_heads=heads)
             lse, delta = (x[:, of_query.first : of_query.first + of_query.count] for x in (lse, delta))
         planned = dataclasses.replace(planned, options=options)
-        return gradients_onto(planned, inputs, Rows(lse, delta, rows.dout), dquery, scale)
+        return gradients_onto(planned, inputs, BackwardInputs(lse, delta, backward.dout), dquery, scale)
 
-    def all_gradients(self, visitors: Visitors, rows: Rows) -> AttentionGradients:
+    def all_gradients(self, visitors: Visitors, backward: BackwardInputs) -> AttentionGradients:
         """The gradients of this step only, for a step with a bias or a score_mod, whose gradients are included.
 
-        The gradients of query, key and value are float32. rows: the row terms over the keys of all steps.
+        The gradients of query, key and value are float32. backward: its row terms are over the keys of all steps.
         """
         planned, inputs = self._general_call(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
-        return attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, lse_lo=rows.lse_lo)
+        return attention_gradients(planned, inputs, backward.lse, backward.delta, backward.dout, lse_lo=backward.lse_lo)
 
     def planned(self, visitors: Visitors) -> Any:
         """The AttentionCall of the step's forward, for `explain`.
@@ -298,7 +135,7 @@ class Step:
         if self.mask is not None and self.mask.heads > 1:  # the mask's lists are for all heads
             return []
         whole, kv_heads = self._whole_call(visitors), visitors.pair.key.shape[2]
-        if whole is None or not _goes_on(whole[0]) or kv_heads < 2:
+        if whole is None or not adds_dquery(whole[0]) or kv_heads < 2:
             return []
         first = min(max(1, round(kv_heads * share)), kv_heads - 1)
         return [_some_heads(0, first), _some_heads(first, kv_heads - first)]
@@ -390,13 +227,13 @@ class Step:
                 of_chunk[chunk] = mine if of_chunk[chunk] is None else merged(of_chunk[chunk], mine)
         return jnp.concatenate([x[0] for x in of_chunk], 1), jnp.concatenate([x[1] for x in of_chunk], 2)
 
-    def _gradients_of_pairs(self, visitors: Visitors, rows: Rows) -> tuple[Any, ...]:
+    def _gradients_of_pairs(self, visitors: Visitors, backward: BackwardInputs) -> tuple[Any, ...]:
         """The float32 gradients (query, key, value) of this step only, by a call over pairs of chunks."""
         layout = self.layout
         pairs, planned, inputs = self._pairs(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
-        lse, delta = (_joined(layout, pairs, "query", x, 2) for x in (rows.lse, rows.delta))
-        found = attention_gradients(planned, inputs, lse, delta, _joined(layout, pairs, "query", rows.dout))
+        lse, delta = (_joined(layout, pairs, "query", x, 2) for x in (backward.lse, backward.delta))
+        found = attention_gradients(planned, inputs, lse, delta, _joined(layout, pairs, "query", backward.dout))
         return tuple(
             _of_chunks(layout, [getattr(pair, field) for pair in pairs], x.astype(jnp.float32))
             for x, field in zip(found[:3], ("query", "key", "key"), strict=True)
@@ -404,8 +241,6 @@ class Step:
 
 
 CHUNK = 128  # tokens; the Hopper kernels take chunks of an array in place if their length is a multiple of it
-# Above this head_dim the Hopper kernel has no registers for the result of the earlier steps.
-WIDEST_JOINED = 128
 
 
 def _some_heads(first: int, count: int) -> HeadView:
@@ -447,18 +282,18 @@ def _joined(layout: Layout, pairs: list[Chunks], field: str, x: jax.Array, axis:
     return jnp.concatenate([_chosen(layout, x, getattr(pair, field), axis) for pair in pairs])
 
 
-def _of_chunks(layout: Layout, places: list[Any], x: jax.Array) -> jax.Array:
+def _of_chunks(layout: Layout, chunks: list[Any], x: jax.Array) -> jax.Array:
     """[B, T, ...]: for each chunk of a device the sum of the results of its pairs.
 
-    x: [pairs * B, tokens of a chunk, ...], a result of each pair. `places`: the index of each pair's chunk, an int or
+    x: [pairs * B, tokens of a chunk, ...], a result of each pair. chunks: the index of each pair's chunk, an int or
     traced.
     """
     sums: list[Any] = [jnp.float32(0)] * layout.chunks
-    for at, part in zip(places, jnp.split(x, len(places)), strict=True):
+    for at, part in zip(chunks, jnp.split(x, len(chunks)), strict=True):
         for chunk in range(layout.chunks):
             if isinstance(at, int):
                 sums[chunk] = sums[chunk] + (part if at == chunk else 0)
             else:
                 sums[chunk] = sums[chunk] + jnp.where(at == chunk, part, 0)
-    shape = x.shape[0] // len(places), *x.shape[1:]
+    shape = x.shape[0] // len(chunks), *x.shape[1:]
     return jnp.concatenate([jnp.broadcast_to(y, shape) for y in sums], 1)

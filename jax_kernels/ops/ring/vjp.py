@@ -8,8 +8,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.ops.ring import halo
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors, log_sum, merged_exactly, weight
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
-from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, log_sum, merged_exactly, weight
 from jax_kernels.reference.attention import row_terms
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.promotion import under_defaults
@@ -136,13 +136,13 @@ def gradients(
     lse, with a bias or a score_mod. halos: from halo.forward; None if not kept: then devices exchange them again.
     """
     terms = row_terms(out, lse, dout, dlse)
-    rows, dmod, dbias = Rows(lse=terms[0], delta=terms[1], dout=dout, lse_lo=lse_lo), None, None
+    backward, dmod, dbias = BackwardInputs(lse=terms[0], delta=terms[1], dout=dout, lse_lo=lse_lo), None, None
     if call.strategy == "halo":
-        dquery, dkey, dvalue = halo.gradients(call, arrays, rows, halos)
+        dquery, dkey, dvalue = halo.gradients(call, arrays, backward, halos)
     elif lse_lo is None:
-        dquery, dkey, dvalue = _gradients(call, arrays, rows)
+        dquery, dkey, dvalue = _gradients(call, arrays, backward)
     else:
-        dquery, dkey, dvalue, dmod, dbias = _all_gradients(call, arrays, rows)
+        dquery, dkey, dvalue, dmod, dbias = _all_gradients(call, arrays, backward)
     dsinks = None
     if arrays.sinks is not None:
         share = jnp.exp(arrays.sinks[..., None] - terms[0] - (0 if lse_lo is None else lse_lo))
@@ -164,7 +164,7 @@ _by_kernels.defvjp(_vjp_forward, _vjp_backward)
 _plain = in_both_modes(_results, _vjp_forward, _vjp_backward)
 
 
-def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _gradients(call: RingCall, arrays: RingArrays, backward: BackwardInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of query (divided by the scale), key and value, all float32, by a ring without bias and score_mod.
 
     The gradients of keys and values follow the keys and values round the ring, one step behind, and return to their
@@ -175,17 +175,17 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
     """
     _, *numbers = call.steps
     # The barrier keeps XLA from saving the keys that arrived in the forward, which are the keys of all devices.
-    (query, key, value, ids), rows = lax.optimization_barrier((arrays[:4], rows))
+    (query, key, value, ids), backward = lax.optimization_barrier((arrays[:4], backward))
     arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
     mine = Visitors(Pair((key, value)), ids)
     own, dquery = call.step(0, arrays), jnp.zeros_like(query, jnp.float32)
     if not numbers:
-        dquery, of_mine = own.gradients(mine, rows, dquery)
+        dquery, of_mine = own.gradients(mine, backward, dquery)
         return dquery, of_mine.key, of_mine.value
     share = key.dtype.itemsize / (key.dtype.itemsize + 4)
     own_parts: list[Any] = own.in_parts(mine, share)
     coming = call.sent(0, Visitors(Pair.of(key, value), ids))
-    dquery, of_mine = own.gradients(mine, rows, dquery, own_parts[0] if own_parts else None)
+    dquery, of_mine = own.gradients(mine, backward, dquery, own_parts[0] if own_parts else None)
     (dquery, of_mine), visitors = lax.optimization_barrier(((dquery, of_mine), coming.pop(0)))
     travelling, at = None, 0
     for place, number in enumerate(numbers, 1):
@@ -195,35 +195,35 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
         found: list[Pair] = []
         parts: list[Any] = step.in_parts(visitors, share) if sent and travelling is not None else []
         for part in parts[:1]:
-            dquery, pair = step.gradients(visitors, rows, dquery, part)
+            dquery, pair = step.gradients(visitors, backward, dquery, part)
             (dquery, pair), upcoming, travelling = lax.optimization_barrier(((dquery, pair), upcoming, travelling))
             found.append(pair)
         travelling = None if travelling is None else call.shifted(travelling, number - at)
-        dquery, pair = step.gradients(visitors, rows, dquery, parts[1] if parts else None)
+        dquery, pair = step.gradients(visitors, backward, dquery, parts[1] if parts else None)
         found.append(pair)
         (dquery, found), visitors, travelling = lax.optimization_barrier(((dquery, found), upcoming, travelling))
         pair = _joined(found)
         travelling = pair if travelling is None else jax.tree.map(jnp.add, travelling, pair)
         at = number
     if own_parts:
-        (rows, mine), dquery, travelling = lax.optimization_barrier(((rows, mine), dquery, travelling))
+        (backward, mine), dquery, travelling = lax.optimization_barrier(((backward, mine), dquery, travelling))
     home = call.shifted(travelling, -at)
     if own_parts:
-        dquery, of_rest = own.gradients(mine, rows, dquery, own_parts[1])
+        dquery, of_rest = own.gradients(mine, backward, dquery, own_parts[1])
         (dquery, of_rest), home = lax.optimization_barrier(((dquery, of_rest), home))
         of_mine = _joined([of_mine, of_rest])
     home = jax.tree.map(jnp.add, home, of_mine)
     return dquery, home.key, home.value
 
 
-def _all_gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[Any, ...]:
+def _all_gradients(call: RingCall, arrays: RingArrays, backward: BackwardInputs) -> tuple[Any, ...]:
     """The gradients (query divided by the scale, key, value, score_mod, bias) by a ring with a bias or a score_mod.
 
     The first three are float32. The last two are None if the call lacks the argument. A step is one call of all heads.
     """
     mod, bias = arrays.score_mod, arrays.bias
     # The barrier is as in _gradients.
-    (query, key, value, ids), rows = lax.optimization_barrier((arrays[:4], rows))
+    (query, key, value, ids), backward = lax.optimization_barrier((arrays[:4], backward))
     arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
     numbers, visitors = call.steps, Visitors(Pair((key, value)), ids)
     sendable: Any = Visitors(Pair.of(key, value), ids)
@@ -236,7 +236,7 @@ def _all_gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[Any,
     travelling: Any = None
     for at, number in enumerate(numbers):
         coming += call.sent(at, sendable)
-        found = call.step(number, arrays).all_gradients(visitors, rows)
+        found = call.step(number, arrays).all_gradients(visitors, backward)
         dquery = dquery + found.query.astype(jnp.float32) / call.scale
         if jax.tree.leaves(sums):
             assert mod is not None

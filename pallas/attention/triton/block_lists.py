@@ -62,7 +62,7 @@ class Lists[A: jax.Array | Ref | Whole]:
     def of(self, b: Index, h: Index, block: Index) -> "ListedBlocks":
         """The list of a block of query head h of batch entry b, inside a kernel whose Lists are Refs."""
         counts = cast(Ref, self.counts)
-        of_block = (*head_index(counts, b, h), block)
+        of_block = (*first_indices(counts, b, h), block)
         return ListedBlocks(self, b, h, block, full=counts[(*of_block, 0)], count=counts[(*of_block, 1)])
 
 
@@ -96,7 +96,7 @@ class ListedBlocks:
         rows, columns = lists.blocks if by_query else lists.blocks[::-1]
         row, column = self.block * rows, self.at(step) * columns
         if lists.predicate is None and lists.entries is None:
-            words, of_head = needed(lists.words), head_index(needed(lists.words), self.b, self.h)
+            words, of_head = needed(lists.words), first_indices(needed(lists.words), self.b, self.h)
             first = lax.div(column, jnp.int32(WORD))
             return unpacked(lambda i: words.at[(*of_head, first + i, pl.ds(row, rows))], columns)
         if lists.predicate is None:
@@ -112,10 +112,10 @@ class ListedBlocks:
         return jnp.broadcast_to(lists.predicate.keep(self.b, self.h, q, k, load), (rows, columns))
 
     def _of_step(self, ref: Ref, step: Index) -> jax.Array:
-        return ref[(*head_index(ref, self.b, self.h), self.block, step)]
+        return ref[(*first_indices(ref, self.b, self.h), self.block, step)]
 
 
-def head_index(ref: Ref, b: Index, h: Index) -> tuple[Index, Index]:
+def first_indices(ref: Ref, b: Index, h: Index) -> tuple[Index, Index]:
     """The first two indices into an array [B or 1, H or 1, ...] for batch entry b and head h."""
     return jnp.int32(0) if ref.shape[0] == 1 else b, jnp.int32(0) if ref.shape[1] == 1 else h
 

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from jax_kernels.bridge.direct import executable, launcher
-from jax_kernels.bridge.direct.chain import Array, Constant, Copy, Dims, Fill, Kernel, LaunchChain, MosaicKernel, Place
+from jax_kernels.bridge.direct.chain import (
+    Array,
+    BufferSlice,
+    Constant,
+    Copy,
+    Dims,
+    Fill,
+    Kernel,
+    LaunchChain,
+    MosaicKernel,
+)
 from jax_kernels.bridge.interop.cuda_driver import DriverError
 from tests.support.fakes.cuda import CONTEXT, STREAM, FakeCuda, FakeMosaic, Launch, Memory
 
@@ -18,8 +28,8 @@ X = Array(shape=(4, 6), dtype="float32", size=96)
 IN, IN1, OUT, OUT1, WORK, CONSTANT = range(6)
 
 
-def place(buffer, offset=0, size=96):
-    return Place(buffer=buffer, offset=offset, size=size)
+def part(buffer, offset=0, size=96):
+    return BufferSlice(buffer=buffer, offset=offset, size=size)
 
 
 FIRST = Kernel(
@@ -29,8 +39,8 @@ FIRST = Kernel(
     block=Dims(x=128, y=2),
     cluster=Dims(x=2),
     shared_memory=100_000,
-    arguments=(place(IN), place(WORK, 256), place(CONSTANT, size=4)),
-    zeroed=(place(WORK, 512, 7),),
+    arguments=(part(IN), part(WORK, 256), part(CONSTANT, size=4)),
+    zeroed=(part(WORK, 512, 7),),
 )
 SECOND = Kernel(
     name="second",
@@ -39,14 +49,14 @@ SECOND = Kernel(
     block=Dims(x=32),
     cluster=Dims(),
     shared_memory=0,
-    arguments=(place(WORK, 256), place(OUT1)),
+    arguments=(part(WORK, 256), part(OUT1)),
 )
-MOSAIC = MosaicKernel(name="mosaic", module=b"ML", arguments=(place(IN1), place(WORK, 256), place(OUT)))
+MOSAIC = MosaicKernel(name="mosaic", module=b"ML", arguments=(part(IN1), part(WORK, 256), part(OUT)))
 STEPS = (
     FIRST,
-    Fill(target=place(WORK, 1024, 12), value=5),
+    Fill(target=part(WORK, 1024, 12), value=5),
     MOSAIC,
-    Copy(source=place(CONSTANT, size=4), target=place(OUT1, 8, 4)),
+    Copy(source=part(CONSTANT, size=4), target=part(OUT1, 8, 4)),
     SECOND,
 )
 
@@ -251,18 +261,18 @@ def test_threads_do_not_share_a_launch_block():
 
 @pytest.mark.parametrize(("kind", "size", "value"), [("memzero", 12, 0), ("memzero", 3, 0), ("memset", 12, 7)])
 def test_fill_has_the_program_value(kind, size, value):
-    target = Place(buffer=0, offset=4, size=size)
+    target = BufferSlice(buffer=0, offset=4, size=size)
     (number,) = [number for number, name in executable._THUNKS.items() if name == kind]
     own = SimpleNamespace(message=lambda _: None, integer=lambda field: {2: 7}[field])
     thunk = SimpleNamespace(numbers=lambda: [1, number], message=lambda _: own)
-    buffers = SimpleNamespace(shaped=lambda _: target, place=lambda _: target)
+    buffers = SimpleNamespace(shaped=lambda _: target, slice_of=lambda _: target)
     assert list(executable._steps(thunk, buffers)) == [Fill(target=target, value=value)]
 
 
 def test_word_fill_needs_whole_words():
-    target = Place(buffer=0, offset=0, size=6)
+    target = BufferSlice(buffer=0, offset=0, size=6)
     (number,) = [number for number, name in executable._THUNKS.items() if name == "memset"]
     own = SimpleNamespace(message=lambda _: None, integer=lambda _: 7)
     thunk = SimpleNamespace(numbers=lambda: [number], message=lambda _: own)
     with pytest.raises(ValueError, match="got a memset of 6 bytes, want a multiple of 4"):
-        list(executable._steps(thunk, SimpleNamespace(place=lambda _: target)))
+        list(executable._steps(thunk, SimpleNamespace(slice_of=lambda _: target)))

@@ -31,7 +31,7 @@ def test_old_programs_are_dropped_and_rebuilt(monkeypatch):
 def test_old_rebuilders_are_dropped_except_for_graphs(monkeypatch):
     """A call keeps its backward when its record is dropped. Graphs keep their programs, also of mapped calls."""
     bridge.clear_cache()
-    graphs = bridge.cache_info().plan_recipes
+    graphs = bridge.cache_info().program_records
     monkeypatch.setattr(store, "MOST", 4)
     square = bridge.from_jax(lambda x: x * x)
     given = torch.arange(3.0, requires_grad=True)
@@ -48,7 +48,7 @@ def test_old_rebuilders_are_dropped_except_for_graphs(monkeypatch):
     for _ in range(2):
         for size in range(4, 12):
             square(torch.ones(size, requires_grad=True)).sum().backward()
-        assert bridge.cache_info().plan_recipes == 4 + of_graphs > graphs + 4
+        assert bridge.cache_info().program_records == 4 + of_graphs > graphs + 4
         module.clear()
         call_cache.clear()
         gc.collect()

@@ -271,13 +271,13 @@ def test_rebuilders_without_text_are_kept(monkeypatch):
     plain, first = graph(-0.5, ("a b", None, True, 2**70, [1])), graph(kinds[0].one)
     x = random(5).detach()
     torch.testing.assert_close((plain(x), first(x)), (x * -0.5, x * 2))
-    assert bridge.cache_info().recipes == 1
+    assert bridge.cache_info().dynamic_calls == 1
     for kind in kinds[1:]:
         graph(kind.one)(x)
         first(x)  # keeps it in the cache
-    assert bridge.cache_info().recipes == 2
+    assert bridge.cache_info().dynamic_calls == 2
     bridge.clear_cache()
-    assert bridge.cache_info().recipes == 0
+    assert bridge.cache_info().dynamic_calls == 0
     torch.testing.assert_close(plain(random(9).detach()), random(9).detach() * -0.5)
     with pytest.raises(RuntimeError, match=r"compile it again, after torch\.compiler\.reset"):
         first(x)

@@ -17,7 +17,8 @@ from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard
 from jax_kernels.inputs.attention import HeadView
 from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.steps import Pair, Step
+from jax_kernels.ops.ring.partial_results import Pair
+from jax_kernels.ops.ring.steps import Step
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
 from tests.support.cases import rings, tiers

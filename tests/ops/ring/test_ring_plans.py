@@ -10,8 +10,9 @@ import pytest
 from jax_kernels import explain, masks, ring_attention
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors
 from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
-from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
+from jax_kernels.ops.ring.steps import Step
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
@@ -147,7 +148,7 @@ def test_kernel_accumulates_into_its_own_array():
     def look(step, visitors, query):
         rows = jnp.zeros((1, 4, query.shape[1]))
         earlier = jnp.ones((2, *query.shape[1:]), jnp.float32)[:1]
-        return step.gradients(visitors, Rows(rows, rows, query), earlier)[0]
+        return step.gradients(visitors, BackwardInputs(rows, rows, query), earlier)[0]
 
     text = str(step_on_an_h100(look, 1024, 4))
     assert re.search(r"(\w+):f32\[1,1024,4,128\] = optimization_barrier .*\n.* = new_ref\[.*\] \1\b", text), text

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jax_kernels import flash_attention
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors
 from jax_kernels.ops.ring.ring_attention import prepare
-from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
+from jax_kernels.ops.ring.steps import Step
 from jax_kernels.reference.attention import row_terms
 from tests.support.cases.rings import FUNCTION, MASK, errors_of, score_mod
 
@@ -56,8 +57,8 @@ def ring(layout, options, given):
     local_qkv = [x[:, :local] for x in (query, key, value)]
     options = options | ({} if bias is None else {"bias": jnp.zeros((1, bias.shape[1], local, TOKENS), bias.dtype)})
     call, arrays = prepared(layout, options, *local_qkv)
-    places = [call.layout.places(index) for index in range(DEVICES)]
-    parts = [[x[:, at] for x in (query, key, value)] for at in places]
+    queries = [call.layout.positions(index) for index in range(DEVICES)]
+    parts = [[x[:, at] for x in (query, key, value)] for at in queries]
     step_of = lambda index, number: Step(
         layout=call.layout,
         number=number,
@@ -66,13 +67,13 @@ def ring(layout, options, given):
         q_ids=None,
         mask=arrays.mask,
         score_mod=arrays.score_mod,
-        bias=None if bias is None else bias[:, :, places[index]],
+        bias=None if bias is None else bias[:, :, queries[index]],
         options=dict(call.options),
     )
     visitors = [Visitors(Pair((k, v)), None) for _, k, v in parts]
-    back = lambda xs, axis: jnp.concatenate(xs, axis)[(slice(None),) * axis + (jnp.argsort(jnp.concatenate(places)),)]
-    results, dqueries, grads = [], [], [jnp.zeros((2, *parts[0][1].shape)) for _ in places]
-    for index, at in enumerate(places):
+    back = lambda xs, axis: jnp.concatenate(xs, axis)[(slice(None),) * axis + (jnp.argsort(jnp.concatenate(queries)),)]
+    results, dqueries, grads = [], [], [jnp.zeros((2, *parts[0][1].shape)) for _ in queries]
+    for index, at in enumerate(queries):
         steps = [step_of(index, number) for number in call.steps]
         total = None
         for number, step in zip(call.steps, steps, strict=True):
@@ -81,15 +82,15 @@ def ring(layout, options, given):
         out = out.astype(query.dtype)
         results.append((out, lse))
         terms = row_terms(out, lse, dout[:, at], dlse[:, :, at])
-        rows = Rows(lse=terms[0], delta=terms[1], dout=dout[:, at], lse_lo=more[0] if more else None)
+        given = BackwardInputs(lse=terms[0], delta=terms[1], dout=dout[:, at], lse_lo=more[0] if more else None)
         dquery = jnp.zeros(out.shape, jnp.float32)
         for number, step in zip(call.steps, steps, strict=True):
             source = (index - number) % DEVICES
             if more:
-                found = step.all_gradients(visitors[source], rows)
+                found = step.all_gradients(visitors[source], given)
                 dquery, pair = dquery + found.query / call.scale, jnp.stack([found.key, found.value])
             else:
-                dquery, pair = step.gradients(visitors[source], rows, dquery)
+                dquery, pair = step.gradients(visitors[source], given, dquery)
                 pair = jnp.stack([pair.key, pair.value])
             grads[source] = grads[source] + pair
         dqueries.append(dquery * call.scale)

@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels import masks
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
+from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors
+from jax_kernels.ops.ring.steps import Step
 from tests.support.cases.rings import FUNCTION, errors_of
 
 TOKENS = 256
@@ -56,17 +57,17 @@ def run(case: dict) -> dict:
     )
     out, lse = jax.jit(forward)(query, index, visitors, total)
 
-    def backward(query, index, visitors, rows, so_far):
+    def backward(query, index, visitors, given, so_far):
         at = step(query, index)
         parts = at.in_parts(visitors, 1 / 3) if case.get("in_parts") else [None]
         pairs = []
         for part in parts:
-            so_far, pair = at.gradients(visitors, rows, so_far, part)
+            so_far, pair = at.gradients(visitors, given, so_far, part)
             pairs.append(pair)
         return so_far, *(jnp.concatenate([getattr(x, name) for x in pairs], axis=2) for name in ("key", "value"))
 
-    rows = Rows(lse_of_all, delta, dout)
-    dquery, dkey, dvalue = jax.jit(backward)(query, index, visitors, rows, so_far)
+    given = BackwardInputs(lse_of_all, delta, dout)
+    dquery, dkey, dvalue = jax.jit(backward)(query, index, visitors, given, so_far)
     jax.block_until_ready((out, lse, dquery, dkey, dvalue))
     races = mosaic_interpreter.races_found()
 

@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_kernels.pallas.attention import decode_contract
-from jax_kernels.pallas.attention.sm90.decode import kernel as decode_kernel
+from jax_kernels.pallas.attention.sm90.decode.kernel import run
+from jax_kernels.pallas.attention.sm90.decode.state import COPIED_ROWS, TILE, Arrays, Traits, copied_rows
 from jax_kernels.pallas.attention.triton.decode import merge
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90
 
@@ -46,12 +47,12 @@ def attention_decode(
     page_size = None if block_tables is None else key.shape[1]
     capacity = key.shape[1] * (1 if block_tables is None else block_tables.shape[1])
     queries = group * q_length
-    tiles = pl.cdiv(queries, decode_kernel.TILE)
-    rows = tiles * decode_kernel.TILE
+    tiles = pl.cdiv(queries, TILE)
+    rows = tiles * TILE
     # Up to the rows of one copy, no pass is needed to pad the rows.
-    packed = queries if queries <= decode_kernel.COPIED_ROWS else decode_kernel.copied_rows(queries)
+    packed = queries if queries <= COPIED_ROWS else copied_rows(queries)
     blocks = decode_contract.most_blocks(capacity, q_length, left, config.block_kv)
-    arrays = decode_kernel.Arrays(
+    arrays = Arrays(
         query=decode_contract.pack(query, kv_heads, packed),
         key=key,
         value=value,
@@ -59,7 +60,7 @@ def attention_decode(
         tables=block_tables,
         sinks=decode_contract.row_sinks(sinks, kv_heads, q_length, rows),
     )
-    traits = decode_kernel.Traits(
+    traits = Traits(
         config=config,
         core_count=core_count,
         batch=batch,
@@ -77,7 +78,7 @@ def attention_decode(
         scale=scale,
         softcap=softcap,
     )
-    out, lse = decode_kernel.run(arrays, traits, interpret=interpret)
+    out, lse = run(arrays, traits, interpret=interpret)
     if out.shape[2] == 1:
         return decode_contract.unpack(out[:, :, 0], lse[:, :, 0], q_length, heads)
     return merge(out, lse, query, interpret=interpret)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import masks
-from jax_kernels.masks import builders
-from jax_kernels.masks import top_k_selection as masks_largest
+from jax_kernels.masks.scores import builders, top_k_selection
 from tests.support.cases import tiers
 from tests.support.cases.masks import block_status
 
@@ -85,7 +84,7 @@ def test_non_interval_masks():
         got = masks.top_k(bias, 5, among=among, q_length=30).to_dense(30, 40)
         want = largest(np.where(among.to_dense(30, 40), bias, -np.inf), 5)
         np.testing.assert_array_equal(got, want)
-        assert masks_largest.key_intervals(among, 30, 40, 0) is None
+        assert top_k_selection.key_intervals(among, 30, 40, 0) is None
 
 
 def test_threshold():
@@ -308,12 +307,12 @@ def test_top_k_by_search(dtype, keys, k, monkeypatch):
     x[1, 2, 3], x[1, 2, 3, ::2] = 0.0, -0.0
     x = jnp.asarray(x, dtype)
     want = masks.top_k(x, k).to_dense(6, keys)
-    monkeypatch.setattr(masks_largest, "SEARCH_FROM", 0)
+    monkeypatch.setattr(top_k_selection, "SEARCH_FROM", 0)
     np.testing.assert_array_equal(masks.top_k(x, k).to_dense(6, keys), want)
 
 
 def test_search_handles_rows_shorter_than_k():
     """A row's length may be a symbol, whose relation to k is unknown."""
     bias = jnp.asarray([[1.0, -jnp.inf, 2.0], [-jnp.inf] * 3, [3.0, 3.0, 0.0]])
-    got = masks_largest._by_search(bias, 5, 31)
+    got = top_k_selection._by_search(bias, 5, 31)
     np.testing.assert_array_equal(got, [[True, False, True], [False] * 3, [True] * 3])

@@ -11,7 +11,7 @@ from jax_kernels.masks.arrays import BlockSparse, Dense
 from jax_kernels.masks.block_lists import block_status
 from jax_kernels.masks.mask import Mask, all_valid
 from jax_kernels.masks.ranked_mask import Ranked
-from jax_kernels.masks.top_k_selection import key_intervals, largest, largest_between
+from jax_kernels.masks.scores.top_k_selection import key_intervals, largest, largest_between
 from jax_kernels.tracing.promotion import under_defaults
 
 

@@ -1,0 +1,1 @@
+"""Masks made from scores of keys, or from scores of blocks."""
