@@ -145,7 +145,7 @@ def programs() -> None:
 
 
 def test_without_triton():
-    """In a process of its own: this one may have imported Pallas-Triton."""
+    """The calls run in a process of their own, since this process may have imported Pallas-Triton."""
     python.done_by(__file__, JAX_PLATFORMS="cpu", **{without_triton.VARIABLE: "1"})
 
 

@@ -90,6 +90,11 @@ class Mask:
         return False
 
     @property
+    def keeps_more_later(self) -> bool:
+        """Whether later queries keep more keys, as in a causal mask. False also where it is not known."""
+        return False
+
+    @property
     def is_restrictable(self) -> bool:
         """Whether block arithmetic can judge the mask's `restricted`. Otherwise a piece's pairs are evaluated."""
         return type(self).restricted is not Mask.restricted
@@ -400,6 +405,10 @@ class _Joined(Composite):
     @property
     def parts(self):
         return self.masks
+
+    @property
+    def keeps_more_later(self) -> bool:
+        return any(mask.keeps_more_later for mask in self.masks)
 
     def restricted(self, piece):
         return type(self)(tuple(mask.restricted(piece) for mask in self.masks))

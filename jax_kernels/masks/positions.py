@@ -97,6 +97,10 @@ class Band(Mask):
     is_arithmetic = True
 
     @property
+    def keeps_more_later(self) -> bool:
+        return self.low is None and self.high is not None
+
+    @property
     def window(self) -> tuple[int, int] | None:
         """(left, right), the distances that it keeps before and after the query's position; -1 is no limit on a side.
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.masks import Mask
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.arrays import (
@@ -98,6 +99,8 @@ class TracedCall:
     has_bias: bool
     interpret: bool
     mod: TileMod | None = None
+    # Whether the last blocks of queries have the most keys. They go first, so that short programs fill the end.
+    from_last: bool = False
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, interpret: bool):
@@ -118,6 +121,7 @@ class TracedCall:
             has_bias=inputs.bias is not None,
             interpret=interpret,
             mod=None if inputs.score_mod is None else split(inputs.score_mod),
+            from_last=options.is_causal or (isinstance(inputs.mask, Mask) and inputs.mask.keeps_more_later),
         )
 
     @classmethod
@@ -370,8 +374,7 @@ class QueryPrograms:
     ):
         bounds, q_ids, kv_ids = limiting
         block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
-        # Under a causal mask the last queries have the most keys: they go first, so that short programs fill the end.
-        q_block = self.q_block = (lambda i: call.q_blocks - 1 - i) if call.options.is_causal else lambda i: i
+        q_block = self.q_block = (lambda i: call.q_blocks - 1 - i) if call.from_last else lambda i: i
         self.row_spec = pl.BlockSpec((None, None, block_q), lambda i, h, b: (b, h, q_block(i)))
         self.grid = (call.q_blocks, call.heads, inputs.query.shape[0])
         self._block_q = block_q

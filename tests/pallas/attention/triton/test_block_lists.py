@@ -14,6 +14,7 @@ from jax_kernels import flash_attention, masks, prepare_mask
 from jax_kernels.dispatch import explain, on_device
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention.triton import block_lists
+from jax_kernels.pallas.attention.triton.common import QueryPrograms, TracedCall
 from jax_kernels.testing import rms_error
 from tests.support.cases import tiers
 
@@ -182,6 +183,26 @@ def test_prepared_lists(name):
     got, want = results("triton", prepared), results("xla", mask)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert rms_error(x, y) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_descending"),
+    [
+        (CAUSAL | masks.prefix(4), True),
+        (CAUSAL & masks.segments(*IDS) | masks.prefix(16), True),
+        (~CAUSAL, False),
+        (masks.sliding_window(5, 0) | masks.prefix(3), False),
+    ],
+)
+def test_queries_with_the_most_keys_go_first(mask, is_descending):
+    query, key = (jax.ShapeDtypeStruct((B, n, H, D), jnp.float32) for n in (T, S))
+    inputs = AttentionInputs(query=query, key=key, value=key, mask=mask)
+    lists = lambda: TracedCall.listed(inputs, AttentionOptions(scale=1.0), (32, 32), True, by="query")[1:]
+    call = TracedCall.of(inputs, AttentionOptions(scale=1.0), 32, 32, True)
+    given, found = jax.eval_shape(lists)
+    programs = QueryPrograms(call, given, (None, None, None), lists=found)
+    blocks = [programs.q_block(i) for i in range(call.q_blocks)]
+    assert blocks == sorted(blocks, reverse=is_descending)
 
 
 @pytest.mark.parametrize("device", ["a100", "a6000", "rtx 4090", "b200", "rtx 5090"])
