@@ -1,1 +1,1 @@
-"""Small memory-bound Triton kernels that run before and after attention."""
+"""Small memory-bound Triton kernels that run before and after attention. XLA does their work without Pallas-Triton."""

@@ -193,6 +193,7 @@ def shapes(batch=2, q_length=1, kv_length=256, heads=8, kv_heads=2, head_dim=128
     return array(batch, q_length, heads, head_dim), cache, cache
 
 
+@pytest.mark.triton
 def test_plans(no_interpret):
     def plan(device, **changed):
         with on_device(device):
@@ -218,6 +219,7 @@ def test_plans(no_interpret):
     assert "decode_attention: mosaic_gpu" in str(plan("h200"))
 
 
+@pytest.mark.triton
 def test_named_implementation_cannot_serve(no_interpret):
     for device, implementation, changed, message in (
         ("a100", "mosaic_gpu", {}, "it needs Hopper"),

@@ -306,12 +306,14 @@ def test_named_implementation_cannot_serve(implementation, arguments, reason):
         ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((2, 1, 64, 64), bool)}, "mosaic_gpu"),
     ],
 )
+@pytest.mark.triton
 def test_hopper_implementation(arguments, implementation):
     with on_device("h200"):
         assert explain(flash_attention, **EVEN | arguments).implementation == implementation
 
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "triton", "cudnn"])
+@pytest.mark.triton
 def test_gpu_implementation_on_a_cpu(name, compiled):
     with (
         jax.default_device(jax.devices("cpu")[0]),
@@ -322,6 +324,7 @@ def test_gpu_implementation_on_a_cpu(name, compiled):
 
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "triton", "cudnn"])
+@pytest.mark.triton
 def test_float32_error_on_a_cpu_names_the_gpu(name):
     with pytest.raises(
         NotImplementedError, match=f"'{name}' cannot serve this flash_attention: it needs an NVIDIA GPU"

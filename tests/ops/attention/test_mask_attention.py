@@ -143,6 +143,7 @@ IDS = np.repeat([0, 1, -1, 2], [T // 4, T // 3, 5, T - T // 4 - T // 3 - 5]).ast
         (masks.dilated(3), True),
     ],
 )
+@pytest.mark.triton
 def test_chosen_implementation(mask, as_lists):
     query = jax.ShapeDtypeStruct((B, T, H, 64), jnp.bfloat16)
     bias, of_queries = (jax.ShapeDtypeStruct((1, H, T, n), jnp.bfloat16) for n in (T, 1))

@@ -329,6 +329,7 @@ def test_triton_is_xla(name, argnums, arguments, monkeypatch):
     check(got[1], want[1], 1e-5)
 
 
+@pytest.mark.triton
 def test_chosen_implementation():
     """Kernels support look-ups by the row, the column or the diagonal of a tile, and arithmetic on a tile."""
     query = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.bfloat16)
