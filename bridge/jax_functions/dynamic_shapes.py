@@ -24,7 +24,13 @@ from jax_kernels.bridge.jax_functions.mask_operands import NO_MASKS
 from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, DynamicCall, ProgramKey, TensorSpec
 from jax_kernels.bridge.jax_functions.pytree import Structure
 from jax_kernels.bridge.jax_functions.size_inference import infer_results, shape_of
-from jax_kernels.bridge.jax_functions.tracing import check_hashable, cotangents_of, outputs_of, program_for
+from jax_kernels.bridge.jax_functions.tracing import (
+    check_hashable,
+    cotangents_of,
+    outputs_of,
+    program_for,
+    with_pullback,
+)
 from jax_kernels.bridge.operators import torch_operator
 
 __all__ = ["CALLS", "Flat", "call", "find", "is_any_shape", "name_of"]
@@ -150,16 +156,8 @@ def _backward(request: ProgramKey, wanted: int):
     moving = [index for index in range(count) if wanted >> index & 1]
 
     def backward(masks, *arrays):
-        leaves, given = list(arrays[:count]), arrays[count:]
-
-        def moved(*values):
-            full = list(leaves)
-            for index, value in zip(moving, values, strict=True):
-                full[index] = value
-            return outputs(masks, *full)
-
-        results, pullback = jax.vjp(moved, *(leaves[index] for index in moving))
-        gradients = pullback(cotangents_of(results, given))
+        results, pullback = with_pullback(outputs, masks, arrays[:count], moving)
+        gradients = pullback(cotangents_of(results, arrays[count:]))
         return tuple(jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in gradients)
 
     return jax.jit(backward, keep_unused=True)

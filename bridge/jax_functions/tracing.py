@@ -35,6 +35,7 @@ __all__ = [
     "mask_specs",
     "outputs_of",
     "program_for",
+    "with_pullback",
 ]
 
 
@@ -91,18 +92,10 @@ def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: 
     specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in signatures]
     specs_of_masks = mask_specs(request.masks)
 
-    def with_pullback(masks, *leaves):
-        def moved(*values):
-            full = list(leaves)
-            for index, value in zip(moving, values, strict=True):
-                full[index] = value
-            return outputs(masks, *full)
-
-        return jax.vjp(moved, *(leaves[index] for index in moving))
-
     with planning_device.planning_on(device):
         if moving:
-            traced = jax.jit(with_pullback).trace(specs_of_masks, *specs)
+            traceable = lambda masks, *leaves: with_pullback(outputs, masks, leaves, moving)
+            traced = jax.jit(traceable).trace(specs_of_masks, *specs)
             out_infos, pullback = traced.out_info
         else:
             out_infos, pullback = jax.eval_shape(outputs, specs_of_masks, *specs), None
@@ -116,19 +109,19 @@ def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: 
     def forward(masks, *leaves):
         if not moving:
             return outputs(masks, *leaves)
-        results, pullback = with_pullback(masks, *leaves)
+        results, pullback = with_pullback(outputs, masks, leaves, moving)
         residuals = jax.tree.leaves(pullback)
         return (*results, *(residuals[index] for index in extra))
 
     def backward(masks, *arrays):
         stored = iter(arrays)
-        places = {
+        by_source = {
             **{ResidualSource("mask", index): array for index, array in enumerate(jax.tree.leaves(masks))},
             **{ResidualSource("input", index): next(stored) for index in inputs_read},
             **{ResidualSource("output", index): next(stored) for index in outputs_read},
             **{ResidualSource("extra", index): next(stored) for index in extra},
         }
-        pullback = jax.tree.unflatten(tree, [places[source] for source in sources])
+        pullback = jax.tree.unflatten(tree, [by_source[source] for source in sources])
         gradients = pullback(cotangents_of(out_infos, stored))
         return tuple(_conjugate(gradient) for gradient in gradients)
 
@@ -193,6 +186,18 @@ def outputs_of(request: ProgramKey) -> tuple[Callable[..., tuple[jax.Array, ...]
         return each(*leaves)
 
     return outputs, structures
+
+
+def with_pullback(outputs: Callable[..., Any], masks: Any, leaves: Sequence[Any], moving: Sequence[int]) -> Any:
+    """(outputs(masks, *leaves), its pullback to the leaves with the indices `moving`), as jax.vjp returns them."""
+
+    def moved(*values):
+        full = list(leaves)
+        for index, value in zip(moving, values, strict=True):
+            full[index] = value
+        return outputs(masks, *full)
+
+    return jax.vjp(moved, *(leaves[index] for index in moving))
 
 
 def mask_specs(signature: MaskSignature | None) -> tuple[Mask, ...]:

@@ -191,7 +191,7 @@ def _join(x, length, axis=1):
 _QUERY_AXES = {"query": 1, "mask": 2, "bias": 2, "q_segment_ids": 1}
 
 
-def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
+def _in_chunks(inputs: AttentionInputs):
     """(chunk, split, inputs_of): the inputs cut into chunks of `chunk` queries, for lax.map or lax.scan.
 
     split: a dict of arrays with a leading axis of chunks: "rows", the queries' indices, and the inputs that have an
@@ -258,7 +258,7 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
     without keys has an out of 0 and an lse of -inf.
     """
     kv_heads, inputs = inputs.key.shape[2], without_ignored(inputs)
-    _, split, inputs_of = _in_chunks(inputs, options)
+    _, split, inputs_of = _in_chunks(inputs)
 
     def one(arrays):
         part, rows = inputs_of(arrays)
@@ -305,7 +305,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     inputs = without_ignored(inputs)
     query, key, value, bias, score_mod = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.score_mod
     length, kv_heads, precision = query.shape[1], key.shape[2], _precision(options)
-    chunk, split, inputs_of = _in_chunks(inputs, options)
+    chunk, split, inputs_of = _in_chunks(inputs)
     k32, v32 = key.astype(jnp.float32), value.astype(jnp.float32)
     dtype_of = lambda x: jnp.float32 if options.float32_gradients else x.dtype
     with_bias = bias is not None and options.bias_gradient

@@ -136,7 +136,7 @@ def _call(case: AttentionCase, query, key, value, bias, sinks) -> tuple[Attentio
     return inputs, options
 
 
-def _results(case: AttentionCase, forward, primals: dict[str, Any], cotangents) -> AttentionResults:
+def _results(forward, primals: dict[str, Any], cotangents) -> AttentionResults:
     """The results of forward(primals) = (out, lse), and the gradients of primals for the cotangents (dout, dlse).
 
     primals: the arrays with a gradient, by name.
@@ -158,7 +158,7 @@ def _float64(case, primals, cotangents):
     def forward(primals):
         return reference.attention(*_call(case, **{"bias": None, "sinks": None} | primals))
 
-    return _results(case, forward, primals, cotangents)
+    return _results(forward, primals, cotangents)
 
 
 def attention_float64(case: AttentionCase, query, key, value, dout, dlse=None) -> AttentionResults:
@@ -210,7 +210,7 @@ def _plain(case, primals, cotangents):
         out = jnp.einsum("bhts,bshd->bthd", _rounded(weights, dtype), value, precision=precision).astype(dtype)
         return out, lse
 
-    return _results(case, forward, primals, cotangents)
+    return _results(forward, primals, cotangents)
 
 
 def plain_attention(case: AttentionCase, query, key, value, dout, dlse=None) -> AttentionResults:
@@ -247,7 +247,7 @@ def run_attention(
             results = op(**arguments | primals)
             return results if with_lse else (results, None)
 
-        return _results(case, forward, primals, (dout, dlse if with_lse else None))
+        return _results(forward, primals, (dout, dlse if with_lse else None))
 
     query, key, value, dout, dlse = arrays
     return run(_primals(case, query, key, value), dout, dlse)._asdict()

@@ -175,7 +175,7 @@ def _in_pages(x, numbers, page_size):
     return pages
 
 
-def _contiguous(case: DecodeCase, x, tables) -> np.ndarray:
+def _contiguous(x, tables) -> np.ndarray:
     """A key or value cache as float64 [B, S, heads, D], with its pages in order if `tables`, the block tables, are
     given.
     """
@@ -206,7 +206,7 @@ def definition(case: DecodeCase, arrays: dict[str, Any], rounded: bool = False):
     """
     tables = None if "block_tables" not in arrays else np.asarray(arrays["block_tables"])
     query = np.asarray(arrays["q"]).astype(np.float64)
-    key, value = (_contiguous(case, arrays[name], tables) for name in "kv")
+    key, value = (_contiguous(arrays[name], tables) for name in "kv")
     sinks = np.asarray(arrays["sinks"]).astype(np.float64) if case.sinks else np.full(case.heads, -np.inf)
     left = case.window[0] if isinstance(case.window, tuple) else -1 if case.window is None else case.window
     scale = case.head_dim**-0.5 if case.scale is None else case.scale

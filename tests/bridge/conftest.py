@@ -51,6 +51,14 @@ def attention(
 
 
 @pytest.fixture
+def fresh_dynamo():
+    """torch.compile without the graphs of other tests, before and after the test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def reference():
     return attention
 

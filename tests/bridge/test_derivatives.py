@@ -16,12 +16,7 @@ from jax_kernels import bridge, masks
 from jax_kernels.bridge.interop import torch_internals
 from tests.support.cases import tiers
 
-pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def tensor(*shape):

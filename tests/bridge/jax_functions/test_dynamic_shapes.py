@@ -13,7 +13,7 @@ from jax_kernels.bridge.jax_functions import dynamic_shapes, store
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from tests.support.cases import tiers
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def random(*shape, seed=0):
@@ -37,13 +37,6 @@ CALLS = {
     "layer_norm": (bridge.layer_norm, lambda n: [random(2, n, 8), random(8), random(8)], (5, 6, 9)),
     "rms_norm": (lambda x, r: bridge.rms_norm(x, residual=r)[1], lambda n: [random(n, 8), random(n, 8)], (5, 6, 7)),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", tiers.cases(list(CALLS), {"matmul", "both sizes", "rms_norm"}))

@@ -6,12 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from jax_kernels import bridge
 
-pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def model(query, key, value, **options):

@@ -10,6 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from jax_kernels import bridge
 from jax_kernels.bridge import masks
 from jax_kernels.bridge.jax_functions import mask_operands
+from tests.support.cases.cached_calls import random
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 BLOCKS = masks.block_sparse(torch.ones(3, 3, dtype=torch.bool).tril(), 8)
 
@@ -17,10 +20,6 @@ BLOCKS = masks.block_sparse(torch.ones(3, 3, dtype=torch.bool).tril(), 8)
 def qkv(length=24, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(1, length, 2, 8, generator=generator).requires_grad_() for _ in range(3)]
-
-
-def random(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 scaled = bridge.from_jax(lambda x, y: jnp.sin(x) * y)
@@ -44,13 +43,6 @@ def gradients(call, inputs):
 def close(got, want):
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", CALLS)

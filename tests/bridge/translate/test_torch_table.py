@@ -39,8 +39,6 @@ BINARY = """add sub subtract mul multiply div divide true_divide floor_divide re
     copysign logical_and logical_or logical_xor isclose rsub heaviside ldexp"""
 WHOLE = """bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm add sub mul remainder fmod
     floor_divide eq lt maximum"""
-OF_WHOLE = "floor ceil trunc round abs neg sign square exp sqrt sigmoid bitwise_not"
-TIES = "relu abs maximum minimum fmax fmin copysign hardshrink softshrink hardtanh relu6"
 CALLS = {
     "addcmul": lambda x, y: torch.addcmul(x, y, x, value=0.5),
     "addcdiv": lambda x, y: x.addcdiv(y, y * y + 1, value=2),

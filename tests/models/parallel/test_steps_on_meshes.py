@@ -4,7 +4,6 @@ As a script it prints, for each mesh, the collectives with the shapes of their r
 """
 
 import json
-import re
 import sys
 
 import jax
@@ -26,18 +25,11 @@ MESHES = {
     "parameters": {"fsdp": 2, "tensor": 2},
     "all": {"fsdp": 2, "sequence": 2, "tensor": 2},
 }
-COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
 def batch_of():
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, TOKENS)).astype(np.int32)
     return tokens, np.roll(tokens, -1, axis=1)
-
-
-def collectives_of(text):
-    """Pairs of a collective and the shape of one of its results."""
-    shapes = lambda results: [[int(n) for n in found.split(",") if n] for found in re.findall(r"\[([\d,]*)\]", results)]
-    return sorted({(name, *shape) for results, name in COLLECTIVE.findall(text) for shape in shapes(results)})
 
 
 def one_step(axes):
@@ -49,7 +41,7 @@ def one_step(axes):
         text = trainer._train.lower(trainer.state, batch).compile().as_text()
     found = trainer.train(batch)
     numbers = [float(found["loss"]), float(found["gradient_norm"]), float(trainer.evaluate(batch))]
-    return {"collectives": collectives_of(text), "numbers": numbers}
+    return {"collectives": cpu_devices.collectives_of(text), "numbers": numbers}
 
 
 def losses_of(outer, spec):
@@ -72,7 +64,7 @@ def losses_of(outer, spec):
         compiled = jax.jit(jax.value_and_grad(total, (0, 1))).lower(*given).compile()
     pairs = zip(jax.tree.leaves(compiled(*given)), jax.tree.leaves(want), strict=True)
     errors = [rms_error(np.asarray(g), np.asarray(w)) for g, w in pairs]
-    return {"collectives": collectives_of(compiled.as_text()), "error": max(errors)}
+    return {"collectives": cpu_devices.collectives_of(compiled.as_text()), "error": max(errors)}
 
 
 LOSSES = {

@@ -16,6 +16,7 @@ from jax_kernels.reference import score_mod_gradients
 from jax_kernels.testing import rms_error
 from tests.support.cases import tiers
 from tests.support.cases.masks import CASES, B, H, S, T
+from tests.support.cases.score_mods import alibi
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 
@@ -25,10 +26,6 @@ normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
 QUERY, KEY, VALUE, DOUT, DLSE = (
     normal(*shape) for shape in ((B, T, H, 16), (B, S, 1, 16), (B, S, 1, 8), (B, T, H, 8), (B, H, T))
 )
-
-
-def alibi(score, b, h, q, k, slopes):
-    return score + slopes[h] * (k - q)
 
 
 def relative(score, b, h, q, k, table):

@@ -6,7 +6,6 @@ collective with the shapes of its results. Its first word names the axes' type, 
 
 import functools
 import json
-import re
 import sys
 
 import jax
@@ -21,7 +20,6 @@ from tests.support.processes import cpu_devices
 
 K, N = 32, 64
 X, Y, SCALE, BIAS, UP, DOWN = "x", "y", (K,), (N,), (K, N), (N, K)  # "x" and "y": the outer axes with K and with N
-COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 SHARDINGS = {
     (16,): [P("d"), P(("d", "t"))],
     (8, 16): [P("d", "t"), P("t", "d"), P(None, "t"), P(("d", "t"))],
@@ -119,12 +117,6 @@ def both(function, moving):
     return run
 
 
-def collectives_of(text):
-    """Pairs of a collective and the shape of one of its results."""
-    shapes = lambda results: [[int(n) for n in found.split(",") if n] for found in re.findall(r"\[([\d,]*)\]", results)]
-    return sorted({(name, *shape) for results, name in COLLECTIVE.findall(text) for shape in shapes(results)})
-
-
 def error_of(got, want):
     """The largest error of an array, over its root mean square."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
@@ -167,7 +159,7 @@ def main(kind, implementation, length):
                 compiled = jax.jit(run).lower(*sharded).compile()
             found[f"{name} {outer} {spec}"] = {
                 "error": error_of(compiled(*sharded), want),
-                "collectives": collectives_of(compiled.as_text()),
+                "collectives": cpu_devices.collectives_of(compiled.as_text()),
             }
     return found
 

@@ -1,13 +1,14 @@
 """Runs scripts in processes of their own, where JAX sees several CPU devices."""
 
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from typing import Any
 
 from tests.support.processes import python
 
-__all__ = ["QUICK_COMPILES", "done_by", "lines_of", "results_of"]
+__all__ = ["QUICK_COMPILES", "collectives_of", "done_by", "lines_of", "results_of"]
 
 # XLA's flags with which it compiles for a CPU in half the time. Each fusion's emitter would load all dialects of MLIR,
 # and a program of a few loops would be split into 32 modules.
@@ -15,6 +16,14 @@ QUICK_COMPILES = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
+
+_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+
+
+def collectives_of(text: str) -> list[tuple[Any, ...]]:
+    """(name, *shape) of each result of a collective in the text of a compiled program, without repetitions."""
+    shapes = lambda results: [[int(n) for n in found.split(",") if n] for found in re.findall(r"\[([\d,]*)\]", results)]
+    return sorted({(name, *shape) for results, name in _COLLECTIVE.findall(text) for shape in shapes(results)})
 
 
 def lines_of(script: str, *arguments: str, **options: Any) -> list[str]:
