@@ -56,9 +56,9 @@ def pytest_runtest_call() -> Iterator[None]:
     """Without Pallas-Triton, a test ends as skipped where it names implementation="triton"."""
     try:
         return (yield)
-    except NotImplementedError as error:
+    except (NotImplementedError, AssertionError) as error:  # an assertion, where another message is expected
         if without_triton.is_on() and "'triton' cannot serve" in str(error) and "no Pallas-Triton" in str(error):
-            pytest.skip(str(error))
+            pytest.skip("needs Pallas-Triton")
         raise
 
 

@@ -79,6 +79,7 @@ def test_piece_joins_gathered_branches():
     assert launches((1, 3072, 16, 128), device=dear, **pattern) == [("view", 0), ("view", 1), [2], [2]]
 
 
+@pytest.mark.triton
 def test_explain_shows_joined_branches():
     arrays = [jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)] * 3
     with on_device("h200"):

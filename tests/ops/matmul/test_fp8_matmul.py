@@ -188,6 +188,7 @@ def test_vmap(in_axes, scaling):
             np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.triton
 def test_plans():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (512, 8192)))
     with on_device("H200"):

@@ -69,6 +69,7 @@ def test_on_hopper(name):
 X, W = jnp.ones((2, 256), jnp.bfloat16), jnp.ones((256, 4))
 
 
+@pytest.mark.triton
 def test_plans():
     quantized, wide = quantize(jnp.ones((256, 4)), "int4"), quantize(jnp.ones((256, 256)), "int4")
     with on_device("H200"):
@@ -124,6 +125,7 @@ def test_bad_input(name):
         call()
 
 
+@pytest.mark.triton
 def test_kernel_limits():
     quantized = quantize(W, "int4")
     for implementation, x, reason in (

@@ -137,6 +137,7 @@ def test_empty():
         assert [y.shape for y in vjp(out)] == [x, w]
 
 
+@pytest.mark.triton
 def test_plans():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 1000, 512), (512, 1024)))
     with on_device("H200"):

@@ -241,6 +241,7 @@ def test_single_row_of_one_axis():
     np.testing.assert_allclose(got.scale, 7 / np.sqrt(np.square(np.arange(8)).mean()) / 448, rtol=1e-5)
 
 
+@pytest.mark.triton
 def test_plans():
     x = jax.ShapeDtypeStruct((2, 100, 4096), jnp.bfloat16)
     for device, want in (("H200", "triton"), ("L4", "triton"), ("A100", "xla")):

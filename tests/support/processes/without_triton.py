@@ -1,10 +1,12 @@
 """Processes without Pallas-Triton, as with a later JAX."""
 
 import os
+import runpy
 import sys
+from pathlib import Path
 
 VARIABLE = "JAX_KERNELS_TESTS_WITHOUT_TRITON"
-_MODULES = "jax.experimental.pallas.triton", "jax._src.pallas.triton"
+_SITE = Path(__file__).with_name("site")
 
 
 def is_on() -> bool:
@@ -13,9 +15,15 @@ def is_on() -> bool:
 
 
 def block() -> None:
-    """Makes each import of Pallas-Triton raise ImportError from here on, if the variable is set."""
+    """If the variable is set, makes each import of Pallas-Triton raise ImportError, here and in child processes.
+
+    No module may have imported it before.
+    """
     if not is_on():
         return
-    if loaded := [name for name in _MODULES if sys.modules.get(name) is not None]:
-        raise RuntimeError(f"{VARIABLE}: got {loaded} imported already, want tests.support imported first")
-    sys.modules.update(dict.fromkeys(_MODULES))  # type: ignore[arg-type]
+    if sys.modules.get("jax.experimental.pallas.triton") is not None:
+        raise RuntimeError(f"{VARIABLE}: got Pallas-Triton imported already, want tests.support imported first")
+    runpy.run_path(str(_SITE / "sitecustomize.py"))
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(_SITE) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_SITE), *filter(None, paths)])
