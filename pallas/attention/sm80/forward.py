@@ -12,6 +12,7 @@ implementations.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import softmax
+from jax_kernels.pallas.attention import block_ranges, softmax
 from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.mosaic import async_copies, interpreter
 from jax_kernels.pallas.mosaic.launch import launch
@@ -32,6 +33,7 @@ from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
 
 CHUNK = 64  # columns of a swizzled tile
 MMA_KEYS = 16  # keys that one mma of P and V sums over
+_SERVED = {"query", "key", "value", "kv_lengths", "q_offset", "is_causal", "window"}
 # Options that change only the backward, and has_lse: lse is always computed.
 _OF_BACKWARD = {"bias_gradient", "score_mod_gradient", "deterministic", "float32_gradients", "has_lse"}
 
@@ -58,6 +60,7 @@ class Traits:
     """The static facts of a launch. group: query heads that share a head of keys."""
 
     config: AttentionForwardSm80
+    options: AttentionOptions
     batch: int
     heads: int
     group: int
@@ -65,17 +68,10 @@ class Traits:
     kv_length: int
     head_dim: int
     dtype: jnp.dtype
-    scale: float
-    is_causal: bool
-    q_offset: int
 
     @property
     def q_blocks(self) -> int:
         return pl.cdiv(self.q_length, self.config.block_q)
-
-    @property
-    def kv_blocks(self) -> int:
-        return pl.cdiv(self.kv_length, self.config.block_kv)
 
     @property
     def lhs(self):
@@ -88,36 +84,43 @@ class Traits:
         return plgpu.Layout.MMA_RHS(self.dtype)
 
 
+class Arrays(NamedTuple):
+    """The arrays in device memory. bounds: see block_ranges.bounds_array."""
+
+    query: Ref
+    key: Ref
+    value: Ref
+    bounds: Ref | None
+    out: Ref
+    lse: Ref
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkTile:
     """The work of a CTA: block_q queries from index `start` on, of one head of one batch entry.
 
-    It attends to key blocks 0 to end - 1. Of these, blocks from `full` on need a mask.
+    limits: of the queries' keys. blocks: the blocks of keys that it visits, the partial ones first.
     """
 
     batch: Index
     head: Index
     start: Index
-    full: Index
-    end: Index
+    limits: block_ranges.Limits
+    blocks: block_ranges.BlockRange
 
     @classmethod
-    def of(cls, traits: Traits, cta: Index) -> "WorkTile":
-        """The work tile of a CTA. The blocks of a head follow each other, because they read the same keys.
+    def of(cls, traits: Traits, arrays: Arrays, cta: Index) -> "WorkTile":
+        """The work tile of a CTA. A head's work tiles follow each other, because they read the same keys.
 
         Causal work starts with a head's last queries, which have the most keys.
         """
-        block_q, block_kv = traits.config.block_q, traits.config.block_kv
+        options, config, heads = traits.options, traits.config, jnp.int32(traits.heads)
         head, block = lax.div(cta, jnp.int32(traits.q_blocks)), lax.rem(cta, jnp.int32(traits.q_blocks))
-        block = traits.q_blocks - 1 - block if traits.is_causal else block
-        start, full, end = block * block_q, traits.kv_length // block_kv, traits.kv_blocks
-        if traits.is_causal:
-            blocks_before = lambda key: lax.div(jnp.maximum(key, 0), jnp.int32(block_kv))
-            first_position = start + traits.q_offset
-            end = jnp.minimum(blocks_before(first_position + block_q + block_kv - 1), end)
-            full = jnp.minimum(blocks_before(first_position + 1), full)
-        heads = jnp.int32(traits.heads)
-        return cls(batch=lax.div(head, heads), head=lax.rem(head, heads), start=start, full=full, end=end)
+        batch, block = lax.div(head, heads), traits.q_blocks - 1 - block if options.is_causal else block
+        start, limited = block * config.block_q, {"is_causal": options.is_causal, "window": options.window}
+        limits = block_ranges.limits(arrays.bounds, batch, options.q_offset, traits.kv_length, **limited)
+        blocks = limits.key_blocks(start, config.block_q, config.block_kv).at_least_one()
+        return cls(batch=batch, head=lax.rem(head, heads), start=start, limits=limits, blocks=blocks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,34 +141,35 @@ class KvLoop:
 
         The first block's copies must be in flight.
         """
-        traits, tile = self.traits, self.tile
+        traits, blocks = self.traits, self.tile.blocks
         acc = jnp.zeros((traits.config.block_q, traits.head_dim), jnp.float32)
         sums = plgpu.layout_cast(acc, WGMMA), *softmax.start(traits.config.block_q)
-        for is_masked, first, end in ((False, 0, tile.full), (True, tile.full, tile.end)):
-            if not (isinstance(first, int) and isinstance(end, int) and first >= end):
-                sums = lax.fori_loop(first, end, functools.partial(self.step, query, is_masked), sums)
-        return sums
+        if self.tile.limits.keep_all(traits.config.block_kv):
+            return lax.fori_loop(0, blocks.count, functools.partial(self.step, query, False), sums)
+        sums = lax.fori_loop(0, blocks.partial, functools.partial(self.step, query, True), sums)
+        return lax.fori_loop(blocks.partial, blocks.count, functools.partial(self.step, query, False), sums)
 
-    def load(self, block: Index, slot: Index) -> None:
-        """Starts the copies of a block's keys and values."""
-        rows, start = self.traits.config.block_kv, block * self.traits.config.block_kv
+    def load(self, step: Index, slot: Index) -> None:
+        """Starts the copies of the keys and values of a step."""
+        rows = self.traits.config.block_kv
+        start = self.tile.blocks.at(step) * rows
         async_copies.load_rows(self.key, start, self.kv_smem.at[slot, pl.ds(0, rows)])
         async_copies.load_rows(self.value, start, self.kv_smem.at[slot, pl.ds(rows, rows)])
         async_copies.commit()
 
-    def step(self, query: list[jax.Array], is_masked: bool, block: Index, sums):
+    def step(self, query: list[jax.Array], is_partial: bool, step: Index, sums):
         """(O, row_max, row_sum) after one more block of keys."""
         acc, row_max, row_sum = sums
-        slot = lax.rem(block, jnp.int32(2))
+        slot = lax.rem(step, jnp.int32(2))
         async_copies.wait(0)  # for this block; and until all warps have read the other slot
 
-        @pl.when(block + 1 < self.tile.end)
+        @pl.when(step + 1 < self.tile.blocks.count)
         def _():
-            self.load(block + 1, 1 - slot)
+            self.load(step + 1, 1 - slot)
 
         scores = self.scores(query, slot)
-        scores = self.masked(scores, block) if is_masked else scores
-        p, row_max, row_sum, alpha = softmax.step(scores, row_max, row_sum, self.traits.scale)
+        scores = self.masked(scores, step) if is_partial else scores
+        p, row_max, row_sum, alpha = softmax.step(scores, row_max, row_sum, self.traits.options.scale)
         acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
         return self.add_values(acc, p.astype(self.traits.dtype), slot), row_max, row_sum
 
@@ -188,15 +192,12 @@ class KvLoop:
             acc = plgpu.mma(acc, p[:, first : first + MMA_KEYS], values)
         return acc
 
-    def masked(self, scores: jax.Array, block: Index) -> jax.Array:
-        """The scores of a block, -inf where a query may not attend to a key."""
-        traits = self.traits
-        index = lambda axis: plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=WGMMA)
-        key = index(1)
-        # Keys below `last` exist; in causal work also those up to the query's position count.
-        keep = key < traits.kv_length - block * traits.config.block_kv
-        if traits.is_causal:
-            keep &= key - index(0) <= self.tile.start + traits.q_offset - block * traits.config.block_kv
+    def masked(self, scores: jax.Array, step: Index) -> jax.Array:
+        """The scores of a partial block, -inf where a query may not attend to a key."""
+        tile, block_kv = self.tile, self.traits.config.block_kv
+        may_end = not isinstance(tile.limits.kv_length, int) or tile.limits.kv_length % block_kv != 0
+        kv_start = tile.blocks.at(step) * block_kv
+        keep = tile.limits.keep(scores.shape, kv_start, tile.start, layout=WGMMA, kv_axis=1, may_end=may_end)
         return jnp.where(keep, scores, -jnp.inf)
 
 
@@ -216,21 +217,20 @@ def as_operand(p: jax.Array, layout) -> jax.Array:
     return relabel(p)
 
 
-def _attend(traits: Traits, arrays: tuple[Ref, ...], kv_smem: Ref, lse_smem: Ref) -> None:
-    """Computes the work tile of the calling CTA. arrays: query, key, value, out and lse in device memory."""
-    query, key, value, out, lse = arrays
-    tile = WorkTile.of(traits, lax.axis_index("cta"))
+def _attend(traits: Traits, arrays: Arrays, kv_smem: Ref, lse_smem: Ref) -> None:
+    """Computes the work tile of the calling CTA."""
+    tile = WorkTile.of(traits, arrays, lax.axis_index("cta"))
     kv_head = lax.div(tile.head, jnp.int32(traits.group))
     kv_loop = KvLoop(
         traits=traits,
         tile=tile,
-        key=key.at[tile.batch, :, kv_head],
-        value=value.at[tile.batch, :, kv_head],
+        key=arrays.key.at[tile.batch, :, kv_head],
+        value=arrays.value.at[tile.batch, :, kv_head],
         kv_smem=kv_smem,
     )
     # Slot 1 first holds the queries, and finally the output.
     staged = kv_smem.at[1, pl.ds(0, traits.config.block_q)]
-    async_copies.load_rows(query.at[tile.batch, :, tile.head], tile.start, staged)
+    async_copies.load_rows(arrays.query.at[tile.batch, :, tile.head], tile.start, staged)
     async_copies.commit()
     kv_loop.load(0, 0)
     async_copies.wait(1)
@@ -238,13 +238,13 @@ def _attend(traits: Traits, arrays: tuple[Ref, ...], kv_smem: Ref, lse_smem: Ref
     queries = [plgpu.load(staged.at[:, pl.ds(c, CHUNK)], layout=traits.lhs) for c in chunks]
     acc, row_max, row_sum = kv_loop.run(queries)
 
-    factor, row_lse = softmax.finish(row_max, row_sum, may_be_dead=True)
-    async_copies.wait(0)
+    factor, lse = softmax.finish(row_max, row_sum, may_be_dead=True)
+    async_copies.barrier()  # all warps have read slot 1
     staged[...] = (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(traits.dtype)
-    lse_smem[...] = row_lse
+    lse_smem[...] = lse
     async_copies.barrier()
-    async_copies.store_rows(staged, out.at[tile.batch, :, tile.head], tile.start)
-    async_copies.store_column(lse_smem, lse.at[tile.batch, tile.head], tile.start)
+    async_copies.store_rows(staged, arrays.out.at[tile.batch, :, tile.head], tile.start)
+    async_copies.store_column(lse_smem, arrays.lse.at[tile.batch, tile.head], tile.start)
 
 
 def attention_forward(
@@ -258,14 +258,15 @@ def attention_forward(
 ) -> tuple[Float[Array, "B T H D"], Float32[Array, "B H T"]]:
     """(out [B, T, H, D] in query's dtype, lse [B, H, T] float32, natural log) of attention with 16-bit inputs.
 
-    A query without keys has out = 0 and lse = -inf. Of the inputs it takes query, key and value, all with the same
-    head_dim of at most 128; of the options scale, is_causal and a static q_offset. core_count is unused.
+    It takes query, key and value with one head_dim of at most 128, causal limits, windows, kv_lengths and q_offset. A
+    query without keys has out = 0 and lse = -inf. core_count: unused.
     """
     _check(inputs, options, out_dtype)
     query, key, value = (pad_for_tma(x, any_rows=True) for x in (inputs.query, inputs.key, inputs.value))
     batch, q_length, heads, head_dim = query.shape
     traits = Traits(
         config=config,
+        options=options,
         batch=batch,
         heads=heads,
         group=heads // key.shape[2],
@@ -273,15 +274,16 @@ def attention_forward(
         kv_length=key.shape[1],
         head_dim=head_dim,
         dtype=query.dtype,
-        scale=options.scale,
-        is_causal=options.is_causal,
-        q_offset=options.q_offset,
     )
+    bounds = block_ranges.bounds_array(inputs, options)
+    given = [query, key, value, *([] if bounds is None else [bounds])]
 
     def entry(*refs):
+        bounds = None if len(refs) == 5 else refs[3]
+        arrays = Arrays(*refs[:3], bounds, *refs[-2:])
         kv_shape = (2, 2 * config.block_kv, head_dim)
         scratch = smem_ref(kv_shape, query.dtype, transforms=SWIZZLED), smem_ref((config.block_q,), jnp.float32)
-        pl.run_scoped(functools.partial(_attend, traits, refs), *scratch, collective_axes="wg")
+        pl.run_scoped(functools.partial(_attend, traits, arrays), *scratch, collective_axes="wg")
 
     shapes = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32)
     kernel = launch(
@@ -294,18 +296,18 @@ def attention_forward(
         auto_barriers=False,
         interpret=interpret,
     )
-    out, lse = kernel(query, key, value)
+    out, lse = kernel(*given)
     return out[..., : inputs.query.shape[3]], lse
 
 
 def _check(inputs: AttentionInputs, options: AttentionOptions, out_dtype: DTypeLike) -> None:
     """Raises for a call that the kernel cannot compute."""
-    query, key, value, *others = inputs
-    given = [name for name, x in zip(AttentionInputs._fields[3:], others, strict=True) if x is not None]
-    served = AttentionOptions(scale=options.scale, is_causal=options.is_causal, q_offset=options.q_offset)
-    changed = [f.name for f in dataclasses.fields(served) if getattr(options, f.name) != getattr(served, f.name)]
-    if given or set(changed) - _OF_BACKWARD:
-        raise NotImplementedError(f"inputs, options: got {', '.join(given + changed)}, want only is_causal and q_offset")
+    query, key, value = inputs[:3]
+    unserved = [name for name, x in inputs._asdict().items() if name not in _SERVED and x is not None]
+    default = AttentionOptions(scale=options.scale)
+    changed = {f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(default, f.name)}
+    if unserved := [*unserved, *sorted(changed - _SERVED - _OF_BACKWARD)]:
+        raise NotImplementedError(f"inputs, options: got {', '.join(unserved)}, want only {', '.join(sorted(_SERVED))}")
     if query.dtype not in (jnp.bfloat16, jnp.float16) or {key.dtype, value.dtype, jnp.dtype(out_dtype)} != {query.dtype}:
         names = ", ".join(str(jnp.dtype(x)) for x in (query.dtype, key.dtype, value.dtype, out_dtype))
         raise TypeError(f"query, key, value, out_dtype: got {names}, want bfloat16 or float16 for all")
