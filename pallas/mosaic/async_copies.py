@@ -10,6 +10,8 @@ A warpgroup copies a tile together. It waits for its own copies only: a kernel w
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -21,18 +23,18 @@ from jax_kernels.pallas.mosaic.registers import as_int32
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def load_rows(gmem: Ref, start: Index, smem: Ref) -> None:
-    """Starts the copy of rows start, start + 1, ... of a 16-bit array to a tile. Rows past the array's end become 0.
+def load_rows(gmem: Ref, start: Index, end: Index, smem: Ref) -> None:
+    """Starts the copy of rows start, start + 1, ... of a 16-bit array to a tile. Rows from `end` on become zeros.
 
-    gmem: [length, columns] in device memory, each row aligned to 16 bytes. smem: [rows, columns] in shared memory, in
-    the layout SWIZZLED; rows is a multiple of 32, columns of 64.
+    gmem: [length, columns] in device memory, each row aligned to 16 bytes. end: at most length. smem: [rows, columns]
+    in shared memory, in the layout SWIZZLED; rows is a multiple of 32, columns of 64.
     """
     if interpreter.INTERPRETED:
-        _interpreted_load(gmem.at[pl.ds(start, smem.shape[0])], smem)
+        _interpreted_load(gmem.at[pl.ds(start, smem.shape[0])], end - start, smem)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType(SWIZZLED)), return_type=None)
-    def copy(_, gmem, start, smem):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, plgpu.RefType(SWIZZLED)), return_type=None)
+    def copy(_, gmem, start, end, smem):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, nvvm
@@ -43,9 +45,9 @@ def load_rows(gmem: Ref, start: Index, smem: Ref) -> None:
             size = arith.select(exists, utils.c(16, i32), utils.c(0, i32))  # cp.async writes zeros for the rest
             nvvm.cp_async_shared_global(smem_ptr, gmem_ptr, 16, nvvm.LoadCacheModifierKind.CG, cp_size=size)
 
-        _each_16_bytes(gmem, start.registers.item(), smem, load)
+        _each_16_bytes(gmem, start.registers.item(), end.registers.item(), smem, load)
 
-    copy(gmem, as_int32(start), smem)
+    copy(gmem, as_int32(start), as_int32(end), smem)
 
 
 def store_rows(smem: Ref, gmem: Ref, start: Index) -> None:
@@ -63,14 +65,16 @@ def store_rows(smem: Ref, gmem: Ref, start: Index) -> None:
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import llvm
 
-        vector_type = ir.VectorType.get((8,), ir.MemRefType(smem.type).element_type)
+        gmem_type = ir.MemRefType(gmem.type)
+        vector_type = ir.VectorType.get((8,), gmem_type.element_type)
+        end = utils.c(gmem_type.shape[0], ir.IntegerType.get_signless(32))
 
         def store(gmem_ptr, smem_ptr, exists):
             values = llvm.load(vector_type, smem_ptr)
             with utils.when(exists):
                 llvm.store(values, gmem_ptr)
 
-        _each_16_bytes(gmem, start.registers.item(), smem, store)
+        _each_16_bytes(gmem, start.registers.item(), end, smem, store)
 
     copy(smem, gmem, as_int32(start))
 
@@ -134,10 +138,10 @@ def _issue(assembly: str) -> None:
     issue()
 
 
-def _each_16_bytes(gmem: Any, start: Any, smem: Any, copy: Callable[[Any, Any, Any], None]) -> None:
-    """Calls copy(pointer into gmem, pointer into smem, whether the row exists) for each 16 bytes of a thread's share.
+def _each_16_bytes(gmem: Any, start: Any, end: Any, smem: Any, copy: Callable[[Any, Any, Any], None]) -> None:
+    """Calls copy(pointer into gmem, pointer into smem, whether the row is below `end`) for each 16 bytes of a thread.
 
-    gmem, start, smem: MLIR values. smem: [rows / 8, columns / 64, 8, 64], swizzled.
+    gmem, start, end, smem: MLIR values. smem: [rows / 8, columns / 64, 8, 64], swizzled.
     """
     from jax.experimental.mosaic.gpu import fragmented_array, utils
     from jaxlib.mlir import ir
@@ -145,7 +149,7 @@ def _each_16_bytes(gmem: Any, start: Any, smem: Any, copy: Callable[[Any, Any, A
 
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     gmem_type, (row_tiles, column_tiles, *_) = ir.MemRefType(gmem.type), ir.MemRefType(smem.type).shape
-    (length, _), ((row_stride, _), _) = gmem_type.shape, gmem_type.get_strides_and_offset()
+    (row_stride, _), _ = gmem_type.get_strides_and_offset()
     layout = fragmented_array.tiled_copy_smem_gmem_layout(row_tiles, column_tiles, 128, 16)
 
     def of_thread(strides: tuple[int, int]) -> Any:
@@ -163,18 +167,20 @@ def _each_16_bytes(gmem: Any, start: Any, smem: Any, copy: Callable[[Any, Any, A
     for _get, _update, first_of_transfer, smem_ptr in transfers:
         more_rows, more_columns = (int(x) for x in first_of_transfer())
         gmem_ptr = utils.getelementptr(base, [more_rows * row_stride + more_columns], gmem_type.element_type)
-        exists = arith.cmpi(arith.CmpIPredicate.slt, row, utils.c(length - more_rows, i32))
+        exists = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(row, utils.c(more_rows, i32)), end)
         copy(gmem_ptr, smem_ptr, exists)
 
 
-def _interpreted_load(gmem: Ref, smem: Ref) -> None:
-    """The interpreter's copy by the tensor memory accelerator, which also writes zeros for rows that do not exist."""
+def _interpreted_load(gmem: Ref, count: Index, smem: Ref) -> None:
+    """Copies `count` rows; the other rows of smem become zeros."""
 
     def copy(arrived):
         plgpu.copy_gmem_to_smem(gmem, smem, arrived)
         plgpu.barrier_wait(arrived)
 
-    pl.run_scoped(copy, plgpu.Barrier())
+    pl.run_scoped(copy, plgpu.Barrier(), collective_axes="wg")
+    rows = smem[...]
+    smem[...] = jnp.where(lax.broadcasted_iota(jnp.int32, rows.shape, 0) < count, rows, 0)
 
 
 def _interpreted_store(smem: Ref, gmem: Ref) -> None:

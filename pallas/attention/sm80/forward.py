@@ -152,9 +152,9 @@ class KvLoop:
     def load(self, step: Index, slot: Index) -> None:
         """Starts the copies of the keys and values of a step."""
         rows = self.traits.config.block_kv
-        start = self.tile.blocks.at(step) * rows
-        async_copies.load_rows(self.key, start, self.kv_smem.at[slot, pl.ds(0, rows)])
-        async_copies.load_rows(self.value, start, self.kv_smem.at[slot, pl.ds(rows, rows)])
+        start, end = self.tile.blocks.at(step) * rows, self.tile.limits.kv_length
+        async_copies.load_rows(self.key, start, end, self.kv_smem.at[slot, pl.ds(0, rows)])
+        async_copies.load_rows(self.value, start, end, self.kv_smem.at[slot, pl.ds(rows, rows)])
         async_copies.commit()
 
     def step(self, query: list[jax.Array], is_partial: bool, step: Index, sums):
@@ -230,7 +230,7 @@ def _attend(traits: Traits, arrays: Arrays, kv_smem: Ref, lse_smem: Ref) -> None
     )
     # Slot 1 first holds the queries, and finally the output.
     staged = kv_smem.at[1, pl.ds(0, traits.config.block_q)]
-    async_copies.load_rows(arrays.query.at[tile.batch, :, tile.head], tile.start, staged)
+    async_copies.load_rows(arrays.query.at[tile.batch, :, tile.head], tile.start, traits.q_length, staged)
     async_copies.commit()
     kv_loop.load(0, 0)
     async_copies.wait(1)
