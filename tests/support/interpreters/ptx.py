@@ -27,6 +27,7 @@ _DTYPES: dict[str, Any] = {
     "b16": np.uint16, "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32, "u64": np.uint64,
     "s64": np.int64, "b64": np.uint64, "pred": np.uint8,
 }  # fmt: skip
+_REGISTER = re.compile(r"%\w+|0f\w+")
 _HALVES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 _COMPARISONS = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
@@ -35,7 +36,7 @@ _FUNCTIONS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.maximum, "neg": np.negative,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "shl": np.left_shift,
     "shr": np.right_shift, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "rem": np.remainder,
-    "mov": lambda a: a, "cvta": lambda a: a,
+    "cvta": lambda a: a,
     "mad": lambda a, b, c: a * b + c,
     "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
     "bfe": lambda a, first, count: (a >> first) & ((1 << count) - 1),
@@ -116,7 +117,24 @@ class _Cta:
         register = self.registers.setdefault(operand, np.zeros(THREADS, np.uint64))
         register[self.active] = bits[self.active]
 
+    def _mov(self, parts: list[str], operands: list[str]) -> None:
+        """Also joins two 32-bit registers, or splits a 64-bit register into two."""
+        target, source = operands
+        if target.startswith("{"):
+            halves = self.read(source, np.uint64)[:, None].view(np.uint32)
+            for i, name in enumerate(_REGISTER.findall(target)):
+                self.write(name, halves[:, i])
+        elif source.startswith("{"):
+            halves = np.stack([self.read(name, np.uint32) for name in _REGISTER.findall(source)], axis=1)
+            self.write(target, halves.view(np.uint64)[:, 0])
+        else:
+            self.write(target, self.read(source, _DTYPES[parts[-1]]))
+
     def _compute(self, name: str, parts: list[str], operands: list[str]) -> None:
+        if parts[-1] == "f32x2":
+            pairs = [self.read(operand, np.uint64)[:, None].view(np.float32) for operand in operands[1:]]
+            self.write(operands[0], _FUNCTIONS[name](*pairs).view(np.uint64)[:, 0])
+            return
         dtype = _DTYPES[parts[-1]]
         function = np.fmax if name == "max" and dtype == np.float32 and "NaN" not in parts else _FUNCTIONS[name]
         values = [self.read(operand, dtype) for operand in operands[1:]]
@@ -140,8 +158,17 @@ class _Cta:
             self.write(operands[0], self.read(operands[1], _DTYPES[parts[-1]]).astype(_DTYPES[parts[-2]]))
 
     def _shfl(self, parts: list[str], operands: list[str]) -> None:
-        assert parts[:2] == ["sync", "bfly"] and self.active.all()
-        self.write(operands[0], self.read(operands[1], np.uint32)[_THREAD ^ int(operands[2])])
+        assert parts[0] == "sync" and parts[1] in ("bfly", "idx") and self.active.all()
+        lane = _LANE ^ int(operands[2]) if parts[1] == "bfly" else int(operands[2])
+        self.write(operands[0], self.read(operands[1], np.uint32)[32 * _WARP + lane])
+
+    def _fence(self, parts: list[str], operands: list[str]) -> None:
+        """Nothing: all accesses of a CTA are in order."""
+
+    def _elect(self, parts: list[str], operands: list[str]) -> None:
+        lane, is_elected = operands[0].split("|")
+        self.write(lane, np.zeros(THREADS, np.uint32))
+        self.write(is_elected, (_LANE == 0).astype(np.uint8))
 
     def _bar(self, parts: list[str], operands: list[str]) -> None:
         assert parts == ["sync"] and self.active.all()
@@ -181,7 +208,7 @@ class _Cta:
             number = int(re.search(r"param_(\d+)\]", operands[1])[1])
             self.write(operands[0], np.full(THREADS, (number + 1) << 40, np.uint64))
             return
-        targets = re.findall(r"%\w+", operands[0])
+        targets = _REGISTER.findall(operands[0])
         width, address = _width(parts), self.address(operands[1])
         if parts[0] == "shared":
             values = self.read_smem(np.where(self.active, address, 0), width * len(targets))
@@ -196,7 +223,7 @@ class _Cta:
     def _st(self, parts: list[str], operands: list[str]) -> None:
         if not self.active.any():
             return
-        sources = re.findall(r"%\w+", operands[1])
+        sources = _REGISTER.findall(operands[1])
         values = [self.read(x, _DTYPES[parts[-1]])[:, None].view(np.uint8) for x in sources]
         given, mine = np.concatenate(values, axis=1), self.active
         if parts[0] == "shared":
@@ -231,7 +258,7 @@ class _Cta:
 
     def _ldmatrix(self, parts: list[str], operands: list[str]) -> None:
         assert self.active.all() and "m8n8" in parts
-        targets = re.findall(r"%\w+", operands[0])
+        targets = _REGISTER.findall(operands[0])
         assert len(targets) == 4  # each group of 8 threads has the addresses of the rows of one matrix
         rows = self.read_smem(self.address(operands[1]), 16).view(np.uint16).reshape(WARPS, 4, 8, 8)
         for i, target in enumerate(targets):
@@ -239,9 +266,23 @@ class _Cta:
             pair = np.stack([matrix[_WARP, _GROUP, 2 * _PAIR + element] for element in range(2)], axis=1)
             self.write(target, pair.view(np.uint32)[:, 0])
 
+    def _stmatrix(self, parts: list[str], operands: list[str]) -> None:
+        assert self.active.all() and "m8n8" in parts and "trans" not in parts
+        sources = _REGISTER.findall(operands[1])
+        rows = np.zeros((WARPS, len(sources), 8, 8), np.uint16)
+        for i, source in enumerate(sources):
+            for element in range(2):
+                halves = self.read(source, np.uint32)[:, None].view(np.uint16)
+                rows[_WARP, i, _GROUP, 2 * _PAIR + element] = halves[:, element]
+        has_row = _LANE < 8 * len(sources)
+        index = self.address(operands[0])[has_row, None] + np.arange(16)
+        assert not self.in_flight[index].any(), "write of a copy in flight"
+        self.mark_written(index, _WARP[has_row])
+        self.smem[index] = rows.reshape(-1, 8).view(np.uint8)
+
     def _mma(self, parts: list[str], operands: list[str]) -> None:
         assert parts[:5] == ["sync", "aligned", "m16n8k16", "row", "col"] and self.active.all()
-        names = [re.findall(r"%\w+|0f\w+", operand) for operand in operands]
+        names = [_REGISTER.findall(operand) for operand in operands]
         half = _HALVES[parts[6]]
         halves = lambda name: self.read(name, np.uint32)[:, None].view(half).astype(np.float32)  # [threads, 2]
         a, b = np.zeros((WARPS, 16, 16), np.float32), np.zeros((WARPS, 16, 8), np.float32)
