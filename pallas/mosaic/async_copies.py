@@ -1,8 +1,8 @@
 """Copies of tiles by cp.async, for GPUs without the tensor memory accelerator (sm_80, sm_86, sm_89).
 
-Newer GPUs also run them. plgpu.copy_gmem_to_smem issues cp.async below sm_90 too, but only for tiles that lie inside the
-array, from arrays whose lengths are multiples of 8. These copies take any length: rows past the end of the array become
-zeros, and are not stored.
+Newer GPUs also run them. plgpu.copy_gmem_to_smem issues cp.async below sm_90 too, but only for tiles that lie inside
+the array, from arrays whose lengths are multiples of 8. These copies take any length: rows past the end of the array
+become zeros, and are not stored.
 
 A warpgroup copies a tile together. It waits for its own copies only: a kernel with several warpgroups needs a barrier.
 """

@@ -308,8 +308,10 @@ def _check(inputs: AttentionInputs, options: AttentionOptions, out_dtype: DTypeL
     changed = {f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(default, f.name)}
     if unserved := [*unserved, *sorted(changed - _SERVED - _OF_BACKWARD)]:
         raise NotImplementedError(f"inputs, options: got {', '.join(unserved)}, want only {', '.join(sorted(_SERVED))}")
-    if query.dtype not in (jnp.bfloat16, jnp.float16) or {key.dtype, value.dtype, jnp.dtype(out_dtype)} != {query.dtype}:
-        names = ", ".join(str(jnp.dtype(x)) for x in (query.dtype, key.dtype, value.dtype, out_dtype))
-        raise TypeError(f"query, key, value, out_dtype: got {names}, want bfloat16 or float16 for all")
+    dtypes = [jnp.dtype(x) for x in (query.dtype, key.dtype, value.dtype, out_dtype)]
+    if len(set(dtypes)) > 1 or dtypes[0] not in (jnp.bfloat16, jnp.float16):
+        got = ", ".join(map(str, dtypes))
+        raise TypeError(f"query, key, value, out_dtype: got {got}, want bfloat16 or float16 for all")
     if query.shape[3] > 128 or value.shape != key.shape or key.shape[3] != query.shape[3]:
-        raise ValueError(f"query, key, value: got {query.shape}, {key.shape}, {value.shape}, want one head_dim up to 128")
+        got = ", ".join(str(x.shape) for x in (query, key, value))
+        raise ValueError(f"query, key, value: got {got}, want one head_dim up to 128")

@@ -12,7 +12,6 @@ an AssertionError
 import collections
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -44,10 +43,10 @@ _FUNCTIONS = {
 
 
 class Kernel:
-    """A kernel, parsed from a PTX file. opcodes: the number of instructions by opcode."""
+    """A kernel, parsed from PTX. opcodes: the number of instructions by opcode."""
 
-    def __init__(self, path: str | Path):
-        text = re.sub(r"//.*", "", Path(path).read_text())
+    def __init__(self, text: str):
+        text = re.sub(r"//.*", "", text)
         body = text[text.index("\n{") + 2 : text.index("\n}")]
         self.instructions: list[tuple[str, list[str], list[str]]] = []  # guard, parts of the opcode, operands
         self.labels: dict[str, int] = {}
@@ -158,7 +157,8 @@ class _Cta:
             self.write(operands[0], self.read(operands[1], _DTYPES[parts[-1]]).astype(_DTYPES[parts[-2]]))
 
     def _shfl(self, parts: list[str], operands: list[str]) -> None:
-        assert parts[0] == "sync" and parts[1] in ("bfly", "idx") and self.active.all()
+        assert ".".join(parts[:2]) in ("sync.bfly", "sync.idx")
+        assert self.active.all()
         lane = _LANE ^ int(operands[2]) if parts[1] == "bfly" else int(operands[2])
         self.write(operands[0], self.read(operands[1], np.uint32)[32 * _WARP + lane])
 
@@ -171,7 +171,8 @@ class _Cta:
         self.write(is_elected, (_LANE == 0).astype(np.uint8))
 
     def _bar(self, parts: list[str], operands: list[str]) -> None:
-        assert parts == ["sync"] and self.active.all()
+        assert parts == ["sync"]
+        assert self.active.all()
         self.writer[:], self.readers[:] = -1, False
 
     def address(self, operand: str) -> np.ndarray:
@@ -182,7 +183,8 @@ class _Cta:
         """(the array's bytes, indices [threads, width]) of the accesses of some threads, which use one array."""
         (array,) = set((address[threads] >> 40).tolist())
         index = (address[threads] & ((1 << 40) - 1))[:, None] + np.arange(width)
-        assert index.max() < self.gmem[array - 1].size and not (address[threads] % width).any(), (array, index)
+        assert index.max() < self.gmem[array - 1].size, "access outside the arrays"
+        assert not (address[threads] % width).any(), "unaligned access"
         return self.gmem[array - 1], index
 
     def read_smem(self, address: np.ndarray, width: int) -> np.ndarray:
@@ -236,7 +238,8 @@ class _Cta:
             array[index] = given[mine]
 
     def _cp(self, parts: list[str], operands: list[str]) -> None:
-        assert parts[0] == "async" and self.active.all()
+        assert parts[0] == "async"
+        assert self.active.all()
         if parts[1] == "commit_group":
             self.groups.append([])
         elif parts[1] == "wait_group":
@@ -248,7 +251,8 @@ class _Cta:
         else:
             width, size = int(operands[2]), self.read(operands[3] if len(operands) > 3 else operands[2], np.int64)
             index, values = self.address(operands[0])[:, None] + np.arange(width), np.zeros((THREADS, width), np.uint8)
-            assert np.isin(size, [0, width]).all() and not (index[:, 0] % width).any()
+            assert np.isin(size, [0, width]).all()
+            assert not (index[:, 0] % width).any()
             if (size > 0).any():
                 array, source = self.bytes_of_gmem(self.address(operands[1]), width, size > 0)
                 values[size > 0] = array[source]
@@ -257,7 +261,8 @@ class _Cta:
             self.groups[-1].append((index, values))
 
     def _ldmatrix(self, parts: list[str], operands: list[str]) -> None:
-        assert self.active.all() and "m8n8" in parts
+        assert self.active.all()
+        assert "m8n8" in parts
         targets = _REGISTER.findall(operands[0])
         assert len(targets) == 4  # each group of 8 threads has the addresses of the rows of one matrix
         rows = self.read_smem(self.address(operands[1]), 16).view(np.uint16).reshape(WARPS, 4, 8, 8)
@@ -267,21 +272,24 @@ class _Cta:
             self.write(target, pair.view(np.uint32)[:, 0])
 
     def _stmatrix(self, parts: list[str], operands: list[str]) -> None:
-        assert self.active.all() and "m8n8" in parts and "trans" not in parts
+        assert self.active.all()
+        assert "m8n8" in parts
+        assert "trans" not in parts
         sources = _REGISTER.findall(operands[1])
         rows = np.zeros((WARPS, len(sources), 8, 8), np.uint16)
         for i, source in enumerate(sources):
             for element in range(2):
                 halves = self.read(source, np.uint32)[:, None].view(np.uint16)
                 rows[_WARP, i, _GROUP, 2 * _PAIR + element] = halves[:, element]
-        has_row = _LANE < 8 * len(sources)
+        has_row = len(sources) * 8 > _LANE
         index = self.address(operands[0])[has_row, None] + np.arange(16)
         assert not self.in_flight[index].any(), "write of a copy in flight"
         self.mark_written(index, _WARP[has_row])
         self.smem[index] = rows.reshape(-1, 8).view(np.uint8)
 
     def _mma(self, parts: list[str], operands: list[str]) -> None:
-        assert parts[:5] == ["sync", "aligned", "m16n8k16", "row", "col"] and self.active.all()
+        assert parts[:5] == ["sync", "aligned", "m16n8k16", "row", "col"]
+        assert self.active.all()
         names = [_REGISTER.findall(operand) for operand in operands]
         half = _HALVES[parts[6]]
         halves = lambda name: self.read(name, np.uint32)[:, None].view(half).astype(np.float32)  # [threads, 2]
