@@ -30,7 +30,7 @@ def load_rows(gmem: Ref, start: Index, end: Index, smem: Ref) -> None:
     in shared memory, in the layout SWIZZLED; rows is a multiple of 32, columns of 64.
     """
     if interpreter.INTERPRETED:
-        _interpreted_load(gmem.at[pl.ds(start, smem.shape[0])], end - start, smem)
+        _interpreted_load(gmem.at[pl.ds(as_int32(start), smem.shape[0])], end - start, smem)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, plgpu.RefType(SWIZZLED)), return_type=None)
@@ -56,7 +56,7 @@ def store_rows(smem: Ref, gmem: Ref, start: Index) -> None:
     smem, gmem: as in load_rows. The stores of other threads to smem must be visible.
     """
     if interpreter.INTERPRETED:
-        _interpreted_store(smem, gmem.at[pl.ds(start, smem.shape[0])])
+        _interpreted_store(smem, gmem.at[pl.ds(as_int32(start), smem.shape[0])])
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.RefType(), SCALAR), return_type=None)
@@ -86,7 +86,7 @@ def store_column(smem: Ref, gmem: Ref, start: Index) -> None:
     smem must be visible.
     """
     if interpreter.INTERPRETED:
-        _interpreted_store(smem, gmem.at[pl.ds(start, smem.shape[0])])
+        _interpreted_store(smem, gmem.at[pl.ds(as_int32(start), smem.shape[0])])
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), return_type=None)

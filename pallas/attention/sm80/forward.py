@@ -117,8 +117,15 @@ class WorkTile:
         options, config, heads = traits.options, traits.config, jnp.int32(traits.heads)
         head, block = lax.div(cta, jnp.int32(traits.q_blocks)), lax.rem(cta, jnp.int32(traits.q_blocks))
         batch, block = lax.div(head, heads), traits.q_blocks - 1 - block if options.is_causal else block
-        start, limited = block * config.block_q, {"is_causal": options.is_causal, "window": options.window}
-        limits = block_ranges.limits(arrays.bounds, batch, options.q_offset, traits.kv_length, **limited)
+        start = block * config.block_q
+        limits = block_ranges.limits(
+            arrays.bounds,
+            batch,
+            options.q_offset,
+            traits.kv_length,
+            is_causal=options.is_causal,
+            window=options.window,
+        )
         blocks = limits.key_blocks(start, config.block_q, config.block_kv).at_least_one()
         return cls(batch=batch, head=lax.rem(head, heads), start=start, limits=limits, blocks=blocks)
 
@@ -179,8 +186,8 @@ class KvLoop:
         scores = plgpu.layout_cast(jnp.zeros((self.traits.config.block_q, rows), jnp.float32), WGMMA)
         for c, part in enumerate(query):
             keys = self.kv_smem.at[slot, pl.ds(0, rows), pl.ds(c * CHUNK, CHUNK)]
-            keys = plgpu.load(plgpu.transpose_ref(keys, (1, 0)), layout=self.traits.rhs)
-            scores = plgpu.mma(scores, part, keys)
+            transposed = plgpu.load(plgpu.transpose_ref(keys, (1, 0)), layout=self.traits.rhs)
+            scores = plgpu.mma(scores, part, transposed)
         return scores
 
     def add_values(self, acc: jax.Array, p: jax.Array, slot: Index) -> jax.Array:
@@ -279,8 +286,8 @@ def attention_forward(
     given = [query, key, value, *([] if bounds is None else [bounds])]
 
     def entry(*refs):
-        bounds = None if len(refs) == 5 else refs[3]
-        arrays = Arrays(*refs[:3], bounds, *refs[-2:])
+        query, key, value, *bounds, out, lse = refs
+        arrays = Arrays(query, key, value, bounds[0] if bounds else None, out, lse)
         kv_shape = (2, 2 * config.block_kv, head_dim)
         scratch = smem_ref(kv_shape, query.dtype, transforms=SWIZZLED), smem_ref((config.block_q,), jnp.float32)
         pl.run_scoped(functools.partial(_attend, traits, arrays), *scratch, collective_axes="wg")

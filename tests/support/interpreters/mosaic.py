@@ -1,7 +1,7 @@
 """JAX's Mosaic GPU interpreter, with features that it lacks and the Hopper attention kernels need.
 
-The stock interpreter (jax 0.11) has no mma, no wgmma with its first operand in registers, and no adding stores. Run as a
-script it checks cases and prints a line of JSON for each. It is a script because a kernel that deadlocks hangs its
+The stock interpreter (jax 0.11) has no mma, no wgmma with its first operand in registers, and no adding stores. Run as
+a script it checks cases and prints a line of JSON for each. It is a script because a kernel that deadlocks hangs its
 process, and a process can be killed.
 
     python tests/support/interpreters/mosaic.py '{"batch": 1, ..., "races": true, "deterministic": true}' ...

@@ -62,7 +62,7 @@ class Kernel:
         self.opcodes = collections.Counter(".".join(opcode) for _, opcode, _ in self.instructions)
 
     def run(self, arrays: Sequence[np.ndarray], ctas: int) -> None:
-        """Runs all CTAs. arrays: the kernel's arguments, then its results, which this writes. C-contiguous."""
+        """Runs all CTAs. arrays: the arrays of the kernel's parameters, C-contiguous. It writes the results' arrays."""
         gmem = [x.reshape(-1).view(np.uint8) for x in arrays]
         for cta in range(ctas):
             _Cta(self, gmem, cta).run()

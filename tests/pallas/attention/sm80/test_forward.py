@@ -99,7 +99,8 @@ def _run_ptx(gpu, name):
         out = np.full(arrays[3].shape, np.nan, arrays[3].dtype)
         lse = np.full((case.batch, case.heads, case.q_length), np.nan, np.float32)
         ctas = case.batch * case.heads * -(-case.q_length // config.block_q)
-        kernel.run([*map(np.array, arrays[:3]), *bounds, out, lse], ctas)
+        # MLIR orders a kernel's parameters by their first use.
+        kernel.run([*bounds, *map(np.array, arrays[:3]), out, lse], ctas)
         return out, lse
 
     kernel = ptx.Kernel(text)
@@ -124,8 +125,11 @@ FAULTS = {
     "access outside the arrays": (r"(selp.b32.*), 16, 0,", r"\1, 16, 16,"),
 }
 INTERPRETED = tiers.groups(CASES, {"bounds"}, 3)
+# XLA pads head_dim 80 before the kernel.
 COMPILED = tiers.some_pairs(
-    ["a100", "a6000", "rtx4090", "rtx pro 6000"], CASES, {("a100", "causal"), ("rtx pro 6000", "rising")}
+    ["a100", "a6000", "rtx4090", "rtx pro 6000"],
+    [name for name in CASES if name != "head_dim_80"],
+    {("a100", "causal"), ("rtx pro 6000", "rising")},
 )
 
 
