@@ -319,6 +319,10 @@ def _check(inputs: AttentionInputs, options: AttentionOptions, out_dtype: DTypeL
     if len(set(dtypes)) > 1 or dtypes[0] not in (jnp.bfloat16, jnp.float16):
         got = ", ".join(map(str, dtypes))
         raise TypeError(f"query, key, value, out_dtype: got {got}, want bfloat16 or float16 for all")
-    if query.shape[3] > 128 or value.shape != key.shape or key.shape[3] != query.shape[3]:
+    if 0 in (*query.shape, *key.shape):
+        raise ValueError(f"query, key: got {query.shape}, {key.shape}, want no empty axis")
+    (batch, _, heads, head_dim), same = query.shape, key.shape == value.shape
+    if not same or key.shape[0] != batch or heads % key.shape[2] or key.shape[3] != head_dim or head_dim > 128:
         got = ", ".join(str(x.shape) for x in (query, key, value))
-        raise ValueError(f"query, key, value: got {got}, want one head_dim up to 128")
+        want = "want [B, T, H, D], [B, S, Hkv, D] twice, D up to 128, H a multiple of Hkv"
+        raise ValueError(f"query, key, value: got {got}, {want}")

@@ -168,8 +168,10 @@ def test_compiled(gpu, name):
     [
         ({"softcap": 5.0}, NotImplementedError, "got softcap, want only"),
         ({"dtype": "float32"}, TypeError, "got float32, float32, float32, float32, want"),
-        ({"head_dim": 192, "v_head_dim": 192}, ValueError, r"\(2, 128, 2, 192\), .*, want one head_dim up to 128"),
-        ({"v_head_dim": 128}, ValueError, "want one head_dim"),
+        ({"head_dim": 192, "v_head_dim": 192}, ValueError, r"got \(2, 128, 2, 192\), .*, D up to 128"),
+        ({"v_head_dim": 128}, ValueError, "S, Hkv, D. twice"),
+        ({"heads": 3}, ValueError, "H a multiple of Hkv"),
+        ({"kv_length": 0}, ValueError, "want no empty axis"),
     ],
 )
 def test_refuses(changes, error, message):
