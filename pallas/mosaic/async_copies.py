@@ -1,10 +1,9 @@
 """Copies of tiles by cp.async, for GPUs without the tensor memory accelerator (sm_80, sm_86, sm_89).
 
 Newer GPUs also run them. plgpu.copy_gmem_to_smem issues cp.async below sm_90 too, but only for tiles that lie inside
-the array, from arrays whose lengths are multiples of 8. These copies take any length: rows past the end of the array
-become zeros, and are not stored.
+the array. The copies below take any length: rows past the end of the array become zeros, and are not stored.
 
-A warpgroup copies a tile together. It waits for its own copies only: a kernel with several warpgroups needs a barrier.
+They are for kernels of one warpgroup, whose 128 threads copy a tile together.
 """
 
 from collections.abc import Callable
@@ -107,7 +106,7 @@ def store_column(smem: Ref, gmem: Ref, start: Index) -> None:
 
 
 def commit() -> None:
-    """Ends a group of copies: those that the warpgroup started since the last call."""
+    """Ends a group of copies: the copies that the warpgroup started since the last call."""
     _issue("cp.async.commit_group;")
 
 

@@ -40,7 +40,10 @@ _OF_BACKWARD = {"bias_gradient", "score_mod_gradient", "deterministic", "float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionForwardSm80:
-    """block_q: queries of a CTA, 64 or 128. block_kv: keys of a step, 32 or 64, and at least half of block_q.
+    """The blocks of a launch.
+
+    block_q: queries of a CTA: 64, or 128 for a head_dim of up to 64. block_kv: keys of a step: 32 or 64, and at least
+    half of block_q.
 
     The two slots of shared memory take 8 * block_kv * head_dim bytes.
     """
@@ -268,7 +271,7 @@ def attention_forward(
     It takes query, key and value with one head_dim of at most 128, causal limits, windows, kv_lengths and q_offset. A
     query without keys has out = 0 and lse = -inf. core_count: unused.
     """
-    _check(inputs, options, out_dtype)
+    _check(inputs, options, out_dtype, config)
     query, key, value = (pad_for_tma(x, any_rows=True) for x in (inputs.query, inputs.key, inputs.value))
     batch, q_length, heads, head_dim = query.shape
     traits = Traits(
@@ -307,7 +310,9 @@ def attention_forward(
     return out[..., : inputs.query.shape[3]], lse
 
 
-def _check(inputs: AttentionInputs, options: AttentionOptions, out_dtype: DTypeLike) -> None:
+def _check(
+    inputs: AttentionInputs, options: AttentionOptions, out_dtype: DTypeLike, config: AttentionForwardSm80
+) -> None:
     """Raises for a call that the kernel cannot compute."""
     query, key, value = inputs[:3]
     unserved = [name for name, x in inputs._asdict().items() if name not in _SERVED and x is not None]
@@ -326,3 +331,5 @@ def _check(inputs: AttentionInputs, options: AttentionOptions, out_dtype: DTypeL
         got = ", ".join(str(x.shape) for x in (query, key, value))
         want = "want [B, T, H, D], [B, S, Hkv, D] twice, D up to 128, H a multiple of Hkv"
         raise ValueError(f"query, key, value: got {got}, {want}")
+    if config.block_q > 64 and head_dim > 64:  # the accumulator and the queries would spill
+        raise ValueError(f"config: got block_q {config.block_q} for head_dim {head_dim}, want 64")

@@ -81,7 +81,7 @@ class _Cta:
         self.active = np.ones(THREADS, bool)
 
     def run(self) -> None:
-        """Of the threads that have not ended, those at the earliest instruction run."""
+        """In each turn the threads at the earliest instruction run it."""
         count = len(self.kernel.instructions)
         counter = np.zeros(THREADS, np.int64)
         while (now := counter.min()) < count:

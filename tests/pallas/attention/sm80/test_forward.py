@@ -71,7 +71,7 @@ def _shapes(case):
 
 
 def _errors(case, arrays, results):
-    """Of out and lse: (error, the largest error allowed)."""
+    """(error, the largest error allowed) of each result, by name."""
     want = attention_oracle.attention(case, *arrays)
     bounds = testing.tolerance_of(case, arrays, want)
     results = dict(zip(("out", "lse"), results, strict=True))
@@ -118,7 +118,7 @@ def _fault(run, text):
     return "none"
 
 
-# Changes of the PTX, by what the PTX interpreter has to say.
+# Faults in the PTX, by the error that the PTX interpreter has to raise: (pattern, its replacement).
 FAULTS = {
     "write of bytes that another warp reads": (r"(cp.async.wait_group 0;) bar.sync 1, 128;", r"\1"),
     "read of a copy in flight": (r"cp.async.wait_group 0;", ""),
@@ -180,6 +180,12 @@ def test_refuses(changes, error, message):
     forward = functools.partial(attention_forward, config=AttentionForwardSm80(), interpret=False)
     with pytest.raises(error, match=message):
         forward(AttentionInputs(*_shapes(case)), options, out_dtype=case.dtype)
+
+
+def test_refuses_blocks_that_spill():
+    forward = functools.partial(attention_forward, config=AttentionForwardSm80(block_q=128), interpret=False)
+    with pytest.raises(ValueError, match="got block_q 128 for head_dim 128, want 64"):
+        forward(AttentionInputs(*_shapes(CASES["causal"])), AttentionOptions(scale=1.0), out_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("blocks", [{"block_q": 96}, {"block_kv": 128}, {"block_q": 128, "block_kv": 32}])
