@@ -81,7 +81,7 @@ class _Cta:
         self.active = np.ones(THREADS, bool)
 
     def run(self) -> None:
-        """In each turn the threads at the earliest instruction run it."""
+        """Runs the threads at the earliest instruction, until all threads have ended."""
         count = len(self.kernel.instructions)
         counter = np.zeros(THREADS, np.int64)
         while (now := counter.min()) < count:
