@@ -127,7 +127,7 @@ FAULTS = {
 INTERPRETED = tiers.groups(CASES, {"bounds"}, 3)
 # XLA pads head_dim 80 before the kernel.
 COMPILED = tiers.some_pairs(
-    ["a100", "a6000", "rtx4090", "rtx pro 6000"],
+    ["a100", "a6000", "rtx4090", "h200", "rtx pro 6000"],
     [name for name in CASES if name != "head_dim_80"],
     {("a100", "causal"), ("rtx pro 6000", "rising")},
 )
