@@ -23,8 +23,8 @@ _WARP, _LANE = np.divmod(_THREAD, 32)
 _GROUP, _PAIR = np.divmod(_LANE, 4)  # a thread's row and pair of columns in an 8 x 8 matrix
 _SHARED_BYTES = 1 << 18
 _DTYPES: dict[str, Any] = {
-    "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32, "u64": np.uint64,
-    "s64": np.int64, "b64": np.uint64, "pred": np.uint8,
+    "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32,
+    "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f32": np.float32, "pred": np.uint8,
 }  # fmt: skip
 _REGISTER = re.compile(r"%\w+|0f\w+")
 _HALVES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
