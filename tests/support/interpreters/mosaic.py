@@ -1,8 +1,8 @@
 """JAX's Mosaic GPU interpreter, with features that it lacks and the Hopper attention kernels need.
 
-The stock interpreter (jax 0.11) has no wgmma with its first operand in registers, and no adding stores. Run as a script
-it checks cases and prints a line of JSON for each. It is a script because a kernel that deadlocks hangs its process,
-and a process can be killed.
+The stock interpreter (jax 0.11) has no mma, no wgmma with its first operand in registers, and no adding stores. Run as
+a script it checks cases and prints a line of JSON for each. It is a script because a kernel that deadlocks hangs its
+process, and a process can be killed.
 
     python tests/support/interpreters/mosaic.py '{"batch": 1, ..., "races": true, "deterministic": true}' ...
 """
@@ -123,6 +123,18 @@ def _wgmma(original):
     return wgmma
 
 
+def _arithmetic(original):
+    """Adds mma to the primitives on registers."""
+
+    def compute(self, eqn, get_invals):
+        if eqn.primitive is not primitives.mma_p:
+            return original(self, eqn, get_invals)
+        acc, a, b = get_invals()
+        return acc + jax.numpy.matmul(a, b, preferred_element_type=acc.dtype)
+
+    return compute
+
+
 class _Primitives:
     """The interpreter's view of the primitives' module: it replaces TMEM's store by an accumulator's store."""
 
@@ -152,6 +164,7 @@ def install() -> None:
     interpreter = jaxpr_interpret.JaxprInterpreter
     jaxpr_interpret.gpu_primitives = _Primitives()
     interpreter._interpret_async_store_tmem_p = _accumulator_store
+    interpreter._interpret_arithmetic_primitive = _arithmetic(interpreter._interpret_arithmetic_primitive)
     interpreter._interpret_wgmma_ref_p = _wgmma(interpreter._interpret_wgmma_ref_p)
     callbacks.copy_smem_to_gmem = _copy_smem_to_gmem(callbacks.copy_smem_to_gmem)
     races_of_kernel = callbacks.GPURaceDetectionState

@@ -1,0 +1,1 @@
+"""Attention kernels for GPUs from Ampere on: tensor cores by mma.sync, copies by cp.async."""
