@@ -6,6 +6,7 @@ masks.block_lists. Source of the scheme: Dao et al., "FlashAttention" (2022), ar
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -149,7 +150,7 @@ def lists_of(
         if (lists := prepared.of(call)) is not None:
             return lists
     static_offset, offset = offset_of(first_position(inputs, options))
-    return _built(whole_mask(inputs, options), offset, call, static_offset=static_offset)
+    return _built(whole_mask(inputs, options), offset, call=call, static_offset=static_offset)
 
 
 def prepared_lists(
@@ -166,9 +167,9 @@ def prepared_lists(
     mask, statics = whole_mask(inputs, options), {"static_offset": call.q_offset}
     alive, full = block_status(mask, offset, lengths=call.lengths, blocks=call.blocks, **statics)
     if isinstance(alive, jax.core.Tracer):
-        return PreparedLists(_built(mask, offset, call, **statics), call)
+        return PreparedLists(_built(mask, offset, call=call, **statics), call)
     most = min(rounded_up(int((alive & ~full).sum())), alive.size)
-    lists = _built(mask, offset, call, most=most, **statics)
+    lists = _built(mask, offset, call=call, most=most, **statics)
     width = min(rounded_up(int(lists.counts[..., 1].max())), lists.indices.shape[-1])
     entries = None if lists.entries is None else lists.entries[..., :width]
     return PreparedLists(dataclasses.replace(lists, indices=lists.indices[..., :width], entries=entries), call)
@@ -179,8 +180,9 @@ def _call_of(inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[i
     return ListedCall.of(inputs, options, *blocks, by=by, heads=heads)
 
 
+@functools.partial(jax.jit, static_argnames=("call", "static_offset", "most"))
 def _built(
-    mask: Mask, offset: jax.Array, call: ListedCall, *, static_offset: int | None, most: int | None = None
+    mask: Mask, offset: jax.Array, *, call: ListedCall, static_offset: int | None, most: int | None = None
 ) -> Lists[jax.Array]:
     """The block lists of a mask that holds all limits of a call's keys.
 
