@@ -121,6 +121,7 @@ def test_array_gradients(sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.triton
 def test_plans(sizes):
     """Dispatch falls back to plain JAX and says why, even if a kernel is named."""
     given = arrays(sizes, jnp.bfloat16, value_dim=16)

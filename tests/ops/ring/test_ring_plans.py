@@ -239,6 +239,7 @@ def test_explain_tells_the_strategy_and_the_steps(arguments, strategies, steps):
     assert ("with gradients strategy all_to_all" in str(plan)) == (strategies == ("ring", "all_to_all"))
 
 
+@pytest.mark.triton
 def test_the_plan_of_a_step_is_its_call():
     """The plan has the blocks of the step's reach, which the block specs alone do not give."""
     first, second, *rest = (step for _, step in plan_on(4, is_causal=True).steps)
