@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 HOOKS = ROOT / "docs" / "hooks"
 ARCHITECTURE = ROOT / "docs" / "develop" / "architecture.md"
 MODULES = ("jax_kernels", "jax_kernels.masks", "jax_kernels.models", "jax_kernels.bridge", "jax_kernels.bridge.nn")
+# For the command line.
+INTERNAL = {"jax_kernels.bridge.nn.has_gpu", "jax_kernels.bridge.nn.logits_and_input_gradients"}
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def public_names(module: str) -> set[str]:
     )
     names = [name if isinstance(name, str) else name[0] or name[1] for name in names]
     is_public = lambda name: not name.startswith("_") and not isinstance(getattr(imported, name), types.ModuleType)
-    return {f"{module}.{name}" for name in names if is_public(name)}
+    return {f"{module}.{name}" for name in names if is_public(name)} - INTERNAL
 
 
 def reference_page(uri: str, hook) -> str:

@@ -17,5 +17,7 @@ from jax_kernels.bridge.nn.transformer import MLP as MLP
 from jax_kernels.bridge.nn.transformer import Attention as Attention
 from jax_kernels.bridge.nn.transformer import Block as Block
 from jax_kernels.bridge.nn.transformer import Transformer as Transformer
+from jax_kernels.bridge.nn.transformer import has_gpu as has_gpu
+from jax_kernels.bridge.nn.transformer import logits_and_input_gradients as logits_and_input_gradients
 from jax_kernels.bridge.ops.normalization import LayerNorm as LayerNorm
 from jax_kernels.bridge.ops.normalization import RMSNorm as RMSNorm

@@ -44,6 +44,8 @@ __all__ = [
     "RMSNorm",
     "RingDilatedAttention",
     "Transformer",
+    "has_gpu",
+    "logits_and_input_gradients",
     "rotary_embedding",
 ]
 
@@ -359,3 +361,34 @@ def _shape(config: Config | Mapping[str, Any]) -> types.SimpleNamespace:
             raise ValueError(f"config: got {name}={getattr(shape, name)!r}, want 'float32', 'bfloat16' or 'float16'")
         setattr(shape, name, getattr(torch, getattr(shape, name)))
     return shape
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch can use a CUDA GPU here."""
+    return torch.cuda.is_available()
+
+
+def logits_and_input_gradients(
+    config: Config | Mapping[str, Any],
+    parameters: Mapping[str, np.ndarray],
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    *,
+    device: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (logits, gradients by the embeddings) of a Transformer with Flax's weights, to compare with Flax.
+
+    config: the config of Transformer. parameters: arrays by dotted name, as in load_flax_state. tokens, targets: int
+    [B, T]. device: where it runs.
+    Both results are NumPy arrays: the logits [B, T, vocab_size], and the gradient [B, T, model_dim] of the mean
+    cross-entropy by the tokens' embeddings.
+    """
+    model = Transformer(config)
+    model.load_flax_state(parameters)
+    model.to(device)
+    inputs, labels = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (tokens, targets))
+    embeddings = model.embed(inputs).detach().requires_grad_()
+    logits = model(embeddings=embeddings)
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    (gradient,) = torch.autograd.grad(loss, embeddings)
+    return logits.detach().cpu().numpy(), gradient.cpu().numpy()

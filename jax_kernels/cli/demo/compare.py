@@ -49,9 +49,9 @@ def compare(trainer: Trainer, windows: np.ndarray) -> Comparison:
     if not HAS_TORCH:
         reason = "torch is not installed"
         return Comparison(True, f"[bold]PyTorch[/] comparison left out: {reason}", {"left_out": reason})
-    import torch
+    from jax_kernels.bridge import nn as bridge_nn
 
-    on_gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
+    on_gpu = jax.default_backend() == "gpu" and bridge_nn.has_gpu()
     windows = windows[:, : MAX_LENGTH + 1]
     tokens, targets = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
     # Without 8-bit matmuls, in which the last bit of a sum may change the next rounding by a whole step: the modules
@@ -103,17 +103,6 @@ def _torch(parameters, config, on_gpu, tokens, targets) -> tuple[np.ndarray, np.
     """(logits, gradient of the mean loss with respect to the token embeddings) of the PyTorch model, as NumPy
     arrays.
     """
-    import torch
-
     from jax_kernels.bridge import nn
 
-    model = nn.Transformer(config)
-    model.load_flax_state(parameters)
-    device = "cuda" if on_gpu else "cpu"
-    model.to(device)
-    tokens, targets = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (tokens, targets))
-    embeddings = model.embed(tokens).detach().requires_grad_()
-    logits = model(embeddings=embeddings)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    (gradient,) = torch.autograd.grad(loss, embeddings)
-    return logits.detach().cpu().numpy(), gradient.cpu().numpy()
+    return nn.logits_and_input_gradients(config, parameters, tokens, targets, device="cuda" if on_gpu else "cpu")
