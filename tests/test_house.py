@@ -50,15 +50,24 @@ def test_arguments_are_passed_by_name():
     assert not found
 
 
+def modules_of(path):
+    """The modules that a file imports, and the names that it imports from them with the module's name before."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_only_the_bridge_imports_torch():
+    files = [path for path in LIBRARY if not {"bridge", "benchmarks"} & {*path.relative_to(ROOT).parts}]
+    found = [str(path) for path in files if any(name.split(".")[0] == "torch" for name in modules_of(path))]
+    assert files
+    assert not found
+
+
 def test_one_module_imports_pallas_triton():
     """JAX may remove Pallas-Triton: only pallas/triton/backend.py imports it, and says whether it exists."""
-
-    def modules_of(path):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
     backends = ("jax.experimental.pallas.triton", "jax._src.pallas.triton")
     found = {
