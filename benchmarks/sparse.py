@@ -13,8 +13,9 @@ Patterns:
     random         pairs drawn one by one, so no block is dead
     structured     a window and global tokens
     causal-window  the last --window keys of each query, including its own
+    causal-prefix  the same keys, and the first --prefix keys, which every query sees
 
-The first four are not causal. Their sparsity is the fraction of masked pairs; causal-window has no sparsity.
+The first four are not causal. Their sparsity is the fraction of masked pairs; the last two have no sparsity.
 
 Contenders, each checked against float32 before it is timed:
 
@@ -51,7 +52,7 @@ from harness.timing import METHODS, Built, Contender, alternate, skipped, speed_
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 
 OF_SPARSITY = ("block", "window", "random", "structured")
-PATTERNS = (*OF_SPARSITY, "causal-window")
+PATTERNS = (*OF_SPARSITY, "causal-window", "causal-prefix")
 CONTENDERS = ("dense", "prepared-mask", "mask", "window-argument", "array", "jax-cudnn-bias", "torch-flex")
 # The size of the blocks that the kernels skip, and that a row of results counts.
 BLOCK = 128
@@ -61,8 +62,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.1, budget=540)
     parser.add_argument("--pattern", default=",".join(OF_SPARSITY), help=f"comma list of {', '.join(PATTERNS)}")
     parser.add_argument("--sparsity", default="0.5,0.75,0.9", help="comma list, each from 0 to below 1")
-    told = "keys of a query in the pattern causal-window, including its own"
+    told = "keys of a query in the patterns causal-window and causal-prefix, including its own"
     parser.add_argument("--window", type=command_line.positive(int), default=1024, help=told)
+    told = "first keys that every query of the pattern causal-prefix sees"
+    parser.add_argument("--prefix", type=command_line.positive(int), default=64, help=told)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--num-heads", type=int, default=16)
@@ -88,13 +91,14 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def pattern_of(name: str, sparsity: float | None, seq: int, block: int, window: int) -> MaskPattern:
-    """The pattern of this name over seq queries and keys, in which every query has a key.
+def pattern_of(name: str, sparsity: float | None, args: argparse.Namespace) -> MaskPattern:
+    """The pattern of this name, in which every query has a key.
 
-    sparsity: the pattern's own is about this. None for causal-window.
+    sparsity: the pattern's own is about this. None for the patterns of --window.
     """
+    seq, block = args.seq_len, args.block_size
     if sparsity is None:
-        return MaskPattern.of_window(window - 1, 0)
+        return MaskPattern.of_window(args.window - 1, 0, prefix=args.prefix if name == "causal-prefix" else 0)
     random, keep = np.random.default_rng(0), 1 - sparsity
     if name == "block":
         cells = -(-seq // block)
@@ -131,7 +135,7 @@ def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[I
         array = torch.from_dlpack(keep.astype(jnp.uint8)).bool()
         rule, told = lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx], "array"
     else:
-        sizes = (*pattern.window, pattern.tokens)
+        sizes = (*pattern.window, pattern.tokens, pattern.prefix)
         rule, told = lambda b, h, q_idx, kv_idx: _window_rule(*sizes, q_idx, kv_idx), "rule"
     block_mask = create_block_mask(rule, None, None, case.seq, case.seq, device="cuda", BLOCK_SIZE=BLOCK)
     flex = torch_contenders.flex(case, block_mask=block_mask)
@@ -140,8 +144,10 @@ def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[I
     return Built(call, f"torch.compile(flex_attention), block mask from the {told}")
 
 
-def _window_rule(left: int, right: int, tokens: int, q_idx: Any, kv_idx: Any) -> Any:
+def _window_rule(left: int, right: int, tokens: int, prefix: int, q_idx: Any, kv_idx: Any) -> Any:
     keep = (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+    if prefix:
+        keep = keep | (kv_idx < prefix)
     return keep | (q_idx < tokens) | (kv_idx < tokens) if tokens else keep
 
 
@@ -252,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = names_of(name, args)
         # Making the mask may take longer than timing its contenders.
         if time.monotonic() < deadline:
-            pattern = pattern_of(name, sparsity, args.seq_len, args.block_size, args.window)
+            pattern = pattern_of(name, sparsity, args)
             facts["window"] = pattern.window
             with gpu_among_others():
                 keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(pattern.mask)

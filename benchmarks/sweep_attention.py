@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/sweep_attention.py --head-dim 128 --causal yes --direction fwd --output sweep.json
 
-Each config is compiled, checked against the control (cuDNN; "xla" without a GPU), timed and printed; the control
-has a turn every few configs. The fastest configs and the control then alternate for the final figures. A config that
-raises is listed; if a config hangs or crashes its process, another process continues with the rest.
+Each config is compiled, checked against the control (cuDNN; "xla" without a GPU; or --control), timed and printed; the
+control has a turn every few configs. The fastest configs and the control then alternate for the final figures. A config
+that raises is listed; if a config hangs or crashes its process, another process continues with the rest.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 from harness import command_line, report
 from harness.cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
-from harness.contenders import build
+from harness.contenders import OURS, build
 from harness.process import prepare_process, say
 from harness.timers import choose_timer
 from harness.timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
@@ -34,6 +34,7 @@ from harness.timing import METHODS, Call, Contender, alternate, first_line, spee
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import interpreting
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention.sm80 import forward as forward_sm80
 from jax_kernels.pallas.attention.sm90.backward import launch as backward_sm90
 from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.pallas.attention.triton import backward as backward_triton
@@ -59,6 +60,7 @@ class Kernel(NamedTuple):
 KERNELS: dict[tuple[str, str], Kernel] = {
     ("mosaic_gpu", "fwd"): Kernel(forward_sm90.attention_forward, AttentionForwardSm90),
     ("mosaic_gpu", "bwd"): Kernel(backward_sm90.attention_backward, AttentionBackwardSm90),
+    ("sm80", "fwd"): Kernel(forward_sm80.attention_forward, forward_sm80.AttentionForwardSm80),
     ("triton", "fwd"): Kernel(forward_triton.attention_forward, AttentionForwardTriton),
     ("triton", "bwd"): Kernel(backward_triton.attention_backward, AttentionBackwardTriton),
 }
@@ -92,7 +94,10 @@ WARPS_AND_STAGES = ((4, 2), (8, 2), (4, 3), (8, 3), (4, 1), (4, 4))
 
 
 def grid(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
-    """The configs to try: Hopper's row, then the lists above, likely configs first."""
+    """The configs to try: Hopper's row, then the lists above, likely configs first. "sm80" has no row."""
+    if implementation == "sm80":
+        blocks = ((64, 64), (64, 32), *([(128, 64)] if head_dim <= 64 else []))
+        return [forward_sm80.AttentionForwardSm80(block_q=q, block_kv=kv) for q, kv in blocks]
     row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
     standing = row.forward if direction == "fwd" else row.backward
     return list(dict.fromkeys([standing, *_listed(implementation, direction, head_dim, causal)]))
@@ -137,7 +142,10 @@ def backward_sm90_bytes(config: AttentionBackwardSm90, head_dim: int) -> int:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count, seconds = command_line.positive(int), command_line.positive(float)
-    parser.add_argument("--implementation", choices=("mosaic_gpu", "triton"), default="mosaic_gpu")
+    choices = dict.fromkeys(implementation for implementation, _ in KERNELS)
+    told = "sm80: the Mosaic forward by mma.sync, which no op calls"
+    parser.add_argument("--implementation", choices=choices, default="mosaic_gpu", help=told)
+    parser.add_argument("--control", choices=("jax-cudnn", *OURS), help="contender that the configs are compared with")
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
     parser.add_argument("--causal", choices=("no", "yes"), default="no")
     parser.add_argument("--head-dim", type=int, default=128, help="of the shape 2, 8192, 2048 / head_dim, head_dim")
@@ -161,6 +169,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"head-dim: got {args.head_dim}, want 1 to 256")
         shape = parse_shape(args.shape or f"2,8192,{max(1, 2048 // args.head_dim)},{args.head_dim}")
         args.case = Case.of(shape, dtype=args.dtype, causal=args.causal == "yes", mode=args.direction)
+        if (args.implementation, args.direction) not in KERNELS:
+            raise ValueError(f"direction: got {args.direction}, want fwd for implementation {args.implementation}")
         kind = KERNELS[args.implementation, args.direction].config
         if args.configs is None:
             args.configs = grid(args.implementation, args.direction, args.case.head_dim, args.case.causal)
@@ -214,7 +224,8 @@ class Sweep:
         facts = {"case": dataclasses.asdict(case), "implementation": args.implementation}
         self.results |= report.header(args.commit, **facts, timer=name, method=METHODS[name]["jax"])
         sets = input_sets(case)
-        control = build("jax-cudnn" if jax.default_backend() == "gpu" else "xla", case, sets, Oracle(case, sets[0]))
+        named = args.control or ("jax-cudnn" if jax.default_backend() == "gpu" else "xla")
+        control = build(named, case, sets, Oracle(case, sets[0]))
         if control.status != "ok":
             raise RuntimeError(f"the control {control.name} does not run: {control.reason}")
         self.wanted = control.call(0)  # type: ignore[misc]

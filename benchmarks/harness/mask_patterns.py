@@ -15,20 +15,25 @@ class MaskPattern:
     """A mask, and its rule if it is a window.
 
     window: (left, right). A query sees the keys from `left` before it to `right` after it. None if the mask has
-    more than a window and `tokens`.
+    more than a window, `tokens` and `prefix`.
     tokens: the first `tokens` queries see every key, and every query sees the first `tokens` keys.
+    prefix: every query sees the first `prefix` keys.
     """
 
     mask: masks.Mask
     window: tuple[int, int] | None = None
     tokens: int = 0
+    prefix: int = 0
 
     @staticmethod
-    def of_window(left: int, right: int, tokens: int = 0) -> "MaskPattern":
-        window = masks.sliding_window(left, right)
+    def of_window(left: int, right: int, tokens: int = 0, prefix: int = 0) -> "MaskPattern":
         # An Or of one mask keeps its block lists; a bare window would become flash_attention's argument.
-        mask = window | masks.global_tokens(tokens) if tokens else Or((window,))
-        return MaskPattern(mask, (left, right), tokens)
+        mask: masks.Mask = Or((masks.sliding_window(left, right),))
+        if tokens:
+            mask = mask | masks.global_tokens(tokens)
+        if prefix:
+            mask = mask | masks.prefix(prefix)
+        return MaskPattern(mask, (left, right), tokens, prefix)
 
 
 class Given(NamedTuple):

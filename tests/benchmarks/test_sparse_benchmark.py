@@ -13,7 +13,7 @@ from jax_kernels.masks import limits
 @pytest.mark.parametrize("pattern", sparse.OF_SPARSITY)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
 def test_masks_have_their_sparsity(pattern, sparsity):
-    made = sparse.pattern_of(pattern, sparsity, 200, 10, 7)
+    made = sparse.pattern_of(pattern, sparsity, sparse.arguments(["--seq-len", "200", "--block-size", "10"]))
     keep = made.mask.to_dense(200, 200)[0, 0]
     dense = np.asarray(keep)
     assert dense.any(axis=1).all()
@@ -21,18 +21,23 @@ def test_masks_have_their_sparsity(pattern, sparsity):
     assert sparse.kept_share(keep) == dense.mean()
     assert (made.window is None, made.tokens > 0) == (pattern in ("block", "random"), pattern == "structured")
     if made.window is not None:
-        rule = sparse._window_rule(*made.window, made.tokens, *np.ogrid[:200, :200])
+        rule = sparse._window_rule(*made.window, made.tokens, made.prefix, *np.ogrid[:200, :200])
         np.testing.assert_array_equal(rule, dense)
 
 
 def test_causal_window_matches_the_argument():
     """Seven keys, the last one the query's own. The mask cannot be an argument and has lists."""
-    made = sparse.pattern_of("causal-window", None, 50, 10, 7)
+    args = sparse.arguments(["--window", "7", "--prefix", "3"])
+    made = sparse.pattern_of("causal-window", None, args)
     i, j = np.ogrid[:50, :50]
-    np.testing.assert_array_equal(made.mask.to_dense(50, 50)[0, 0], (i - 6 <= j) & (j <= i))
-    np.testing.assert_array_equal(sparse._window_rule(*made.window, 0, i, j), (i - 6 <= j) & (j <= i))
+    want = (i - 6 <= j) & (j <= i)
+    np.testing.assert_array_equal(made.mask.to_dense(50, 50)[0, 0], want)
+    np.testing.assert_array_equal(sparse._window_rule(*made.window, 0, 0, i, j), want)
     given = limits.Limits(mask=made.mask)
     assert limits.joined(given, 1) == given
+    with_prefix = sparse.pattern_of("causal-prefix", None, args)
+    np.testing.assert_array_equal(with_prefix.mask.to_dense(50, 50)[0, 0], want | (j < 3))
+    np.testing.assert_array_equal(sparse._window_rule(*with_prefix.window, 0, with_prefix.prefix, i, j), want | (j < 3))
 
 
 def test_pairs_are_counted():
