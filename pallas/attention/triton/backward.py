@@ -166,9 +166,9 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
     by_key = summed(call, refs.operands, by_key=True)
 
     # Everything is transposed, [keys, queries], so that P^T and dS^T are first operands as they are.
-    def step(index, state, *, head, blocks, partial):
+    def step(visit, state, *, head, blocks, partial):
         dk, dv, *sums = state
-        start = blocks.at(index) * block_q
+        start = visit.block * block_q
         rows = pl.ds(start, block_q)
         of_head = lambda ref: ref.at[rows, :] if head is None else ref.at[rows, head, :]
         row_of_head = lambda ref: ref.at[rows] if head is None else ref.at[head, rows]
@@ -186,7 +186,7 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
         if call.mod is not None and masks[0] is not None:  # past the queries mod reads zeros, and may divide by zero
             p = jnp.where(masks[0][None, :], p, 0.0)
         if partial and isinstance(blocks, ListedBlocks):
-            p = jnp.where(blocks.keep(index), p, 0.0)
+            p = jnp.where(blocks.keep(visit), p, 0.0)
         elif partial:
             ids = None
             if kv_ids is not None:
@@ -264,9 +264,9 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
     q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, block_ranges.NO_QUERY)
     queries = Queries.of(limits, q_start, block_q, q_ids)
 
-    def step(index, state, *, partial):
+    def step(visit, state, *, partial):
         dq, *sums = state
-        start = blocks.at(index) * block_kv
+        start = visit.block * block_kv
         these = pl.ds(start, block_kv)
         length = limits.kv_length if partial else None
         k = load(refs.key.at[these, :], start, length, call.head_dim)
@@ -276,7 +276,7 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
         s, pullback = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
         p = call.exp2(s, lse[:, None], lse_lo)
         if partial:
-            p = jnp.where(kept_keys(refs, call, blocks, index, queries), p, 0.0)
+            p = jnp.where(kept_keys(refs, call, blocks, visit, queries), p, 0.0)
         ds, doperands = pullback(p, p * (call.dot(dout, v, (1, 1)) - delta[:, None]))
         sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
         return (dq + call.dot(ds.astype(k.dtype), k, (1, 0)), *sums)

@@ -227,8 +227,8 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
             lse_lo = load_rows(refs.lse_lo.at[b, h, these], q_start, call.q_length, 0.0)[:, None]
         rows, queries = row_mask(q_start, block_q, call.q_length), Queries.of(limits, q_start, block_q, q_ids)
 
-        def step(index, acc, *, partial):
-            start = blocks.at(index) * block_kv
+        def step(visit, acc, *, partial):
+            start = visit.block * block_kv
             keys, of_keys = pl.ds(start, block_kv), lax.div(h, jnp.int32(call.group))
             k = load(refs.key.at[b, keys, of_keys, :], start, limits.kv_length, call.head_dim)
             v = load(refs.value.at[b, keys, of_keys, :], start, limits.kv_length, call.v_head_dim)
@@ -242,7 +242,7 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
                     kv_ids = load_rows(needed(refs.kv_ids).at[b, keys], start, call.kv_length, block_ranges.NO_KEY)
                 p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
             if refs.entries is not None:
-                tile = Tile(b=b, h=h, q_index=q_index, kv_index=blocks.at(index))
+                tile = Tile(b=b, h=h, q_index=q_index, kv_index=visit.block)
                 p = jnp.where(is_kept(refs, call, tile), p, 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
 

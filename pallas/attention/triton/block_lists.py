@@ -8,7 +8,7 @@ masks.block_lists. Source of the scheme: Dao et al., "FlashAttention" (2022), ar
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,13 @@ class Lists[A: jax.Array | Ref | Whole]:
         return ListedBlocks(self, b, h, block, full=counts[(*of_block, 0)], count=counts[(*of_block, 1)])
 
 
+class Visit(NamedTuple):
+    """One visit of a program: its number, from 0 on, and the index of the block that it visits."""
+
+    step: Index
+    block: Index
+
+
 @dataclasses.dataclass(frozen=True)
 class ListedBlocks:
     """The blocks that a program visits: steps 0 ... count - 1. The first `full` blocks are full.
@@ -81,27 +88,23 @@ class ListedBlocks:
     full: Index
     count: Index
 
-    @property
-    def loops(self) -> tuple[tuple[Index, Index, bool], ...]:
-        """The loops over the steps: (first step, end, whether its blocks are partial) each."""
-        return (0, self.full, False), (self.full, self.count, True)
-
     def at(self, step: Index) -> jax.Array:
-        """The index of the block that a step visits."""
-        return self._of_step(self.lists.indices, step)
+        """The index of the block that a step visits; any block's from step `count` on."""
+        indices = self.lists.indices
+        return self._of_step(indices, jnp.minimum(step, indices.shape[3] - 1))
 
-    def keep(self, step: Index) -> jax.Array:
-        """Which pairs of a step's partial block the mask keeps: bool [rows, columns], [queries, keys] by query."""
+    def keep(self, visit: Visit) -> jax.Array:
+        """Which pairs of a partial block the mask keeps: bool [rows, columns], [queries, keys] by query."""
         lists = self.lists
         by_query = lists.by == "query"
         rows, columns = lists.blocks if by_query else lists.blocks[::-1]
-        row, column = self.block * rows, self.at(step) * columns
+        row, column = self.block * rows, visit.block * columns
         if lists.predicate is None and lists.entries is None:
             words, of_head = needed(lists.words), first_indices(needed(lists.words), self.b, self.h)
             first = lax.div(column, jnp.int32(WORD))
             return unpacked(lambda i: words.at[(*of_head, first + i, pl.ds(row, rows))], columns)
         if lists.predicate is None:
-            return kept_bits(needed(lists.words), self._of_step(needed(lists.entries), step), columns)
+            return kept_bits(needed(lists.words), self._of_step(needed(lists.entries), visit.step), columns)
         own, other = (row + iota(rows))[:, None], (column + iota(columns))[None, :]
         q, k = (own, other) if by_query else (other, own)
 
@@ -170,7 +173,7 @@ def prepared_lists(
         return PreparedLists(_built(mask, offset, call=call, **statics), call)
     most = min(rounded_up(int((alive & ~full).sum())), alive.size)
     lists = _built(mask, offset, call=call, most=most, **statics)
-    width = min(rounded_up(int(lists.counts[..., 1].max())), lists.indices.shape[-1])
+    width = min(max(1, rounded_up(int(lists.counts[..., 1].max()))), lists.indices.shape[-1])
     entries = None if lists.entries is None else lists.entries[..., :width]
     return PreparedLists(dataclasses.replace(lists, indices=lists.indices[..., :width], entries=entries), call)
 

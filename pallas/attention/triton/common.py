@@ -30,6 +30,7 @@ from jax_kernels.pallas.attention.triton.arrays import (
 from jax_kernels.pallas.attention.triton.block_lists import (
     ListedBlocks,
     Lists,
+    Visit,
     lists_of,
     without_listed_limits,
 )
@@ -435,15 +436,15 @@ class Queries(NamedTuple):
 
 
 def kept_keys(
-    refs: Refs, call: TracedCall, blocks: "block_ranges.BlockRange | ListedBlocks", step: Index, queries: Queries
+    refs: Refs, call: TracedCall, blocks: "block_ranges.BlockRange | ListedBlocks", visit: Visit, queries: Queries
 ) -> jax.Array:
-    """Which pairs of a step's partial block of keys are kept, in a program that owns a block of queries.
+    """Which pairs of a partial block of keys are kept, in a program that owns a block of queries.
 
     bool [block_q, block_kv]. blocks: the blocks of keys that the program visits.
     """
     if isinstance(blocks, ListedBlocks):
-        return blocks.keep(step)
-    start = blocks.at(step) * call.block_kv
+        return blocks.keep(visit)
+    start = visit.block * call.block_kv
     kv_ids = None
     if queries.ids is not None:
         of_block = needed(refs.kv_ids).at[pl.ds(start, call.block_kv)]
@@ -456,16 +457,31 @@ def block_loop[State](
 ) -> State:
     """The last state of a loop over the partial blocks, and a loop over the full blocks, in the order of `blocks`.
 
-    Each iteration is state = step(index, state, partial=...). index: the number of the visit, from 0 on; the visited
-    block is blocks.at(index). partial: a Python bool, whether the loop is the one over partial blocks. All partial
-    blocks of a BlockRange have to come first: blocks.last is 0.
+    Each iteration is state = step(visit, state, partial=...). partial: a Python bool, whether the loop is the one over
+    partial blocks. All partial blocks of a BlockRange have to come first: blocks.last is 0.
     """
-    nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
     if isinstance(blocks, ListedBlocks):
-        loops = blocks.loops
-    else:
-        loops = (0, blocks.partial, True), (blocks.partial, blocks.count, False)
-    for first, last, partial in loops:
+        return _listed_loop(blocks, step, state)
+    nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
+    for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):
         if not nothing(first, last):
-            state = lax.fori_loop(first, last, functools.partial(step, partial=partial), state)
+            visiting = lambda i, state, partial=partial: step(Visit(i, blocks.at(i)), state, partial=partial)
+            state = lax.fori_loop(first, last, visiting, state)
     return state
+
+
+def _listed_loop[State](blocks: ListedBlocks, step: Callable[..., State], state: State) -> State:
+    """The last state of a loop over the full blocks of a list, and a loop over the partial blocks.
+
+    The index of the next block is loaded one iteration ahead: the loads of this block's tiles, which Triton starts an
+    iteration early, would otherwise wait for their index.
+    """
+
+    def visiting(i, carried, *, partial):
+        block, state = carried
+        return blocks.at(i + 1), step(Visit(i, block), state, partial=partial)
+
+    carried = blocks.at(0), state
+    for first, last, partial in ((0, blocks.full, False), (blocks.full, blocks.count, True)):
+        carried = lax.fori_loop(first, last, functools.partial(visiting, partial=partial), carried)
+    return carried[1]

@@ -78,9 +78,9 @@ def _kernel(refs: Refs, *, call: TracedCall, q_block):
     q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, block_ranges.NO_QUERY)
     queries = Queries.of(limits, q_start, block_q, q_ids)
 
-    def step(index, state, *, partial):
+    def step(visit, state, *, partial):
         acc, row_max, row_sum = state
-        start = blocks.at(index) * block_kv
+        start = visit.block * block_kv
         these = pl.ds(start, block_kv)
         length = limits.kv_length if partial else None
         k = load(refs.key.at[these, :], start, length, call.head_dim)
@@ -88,7 +88,7 @@ def _kernel(refs: Refs, *, call: TracedCall, q_block):
         load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
         s, _ = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
         if partial:
-            s = jnp.where(kept_keys(refs, call, blocks, index, queries), s, -jnp.inf)
+            s = jnp.where(kept_keys(refs, call, blocks, visit, queries), s, -jnp.inf)
         new = jnp.maximum(row_max, s.max(axis=1) * call.factor)
         # A row may have met no key so far: -inf - -inf would be NaN.
         shift = jnp.where(new == -jnp.inf, 0.0, new) if partial or call.may_mask else new
