@@ -17,20 +17,20 @@ __all__ = ["CacheInfo", "cache_info", "clear_cache"]
 class CacheInfo(NamedTuple):
     """The number of entries in some of the bridge's caches: of functions, programs, chains and calls.
 
-    functions: JAX functions, given to from_jax or used by the bridge's own ops; all are kept. plans: programs, which
-    are compiled forwards and backwards for one set of shapes, dtypes and constants; the 1,024 last used are kept.
+    functions: JAX functions, given to from_jax or used by the bridge's own ops; all are kept. programs: compiled
+    forwards and backwards for one set of shapes, dtypes and constants each; the 1,024 last used are kept.
     chains: pairs of a function and shapes for which the direct route has loaded a launch chain, or has found that there
-    is none; the 512 last used are kept. known_calls: calls that later equal calls repeat without checks, up to 512 for
+    is none; the 512 last used are kept. cached_calls: calls that later equal calls repeat without checks, up to 512 for
     each op. dynamic_calls: calls in torch.compile graphs for many sizes, if a constant is neither a number nor a text;
     the 1,024 last used are kept, and a graph whose call was dropped raises an error that says so. program_records: the
-    programs in `plans`, and all dropped programs whose name is in a graph, which are built again. tangents: functions
+    entries of `programs`, and all dropped programs whose name is in a graph, which are built again. tangents: functions
     that forward-mode differentiation made; the 1,024 last used are kept, and all that a program holds.
     """
 
     functions: int
-    plans: int
+    programs: int
     chains: int
-    known_calls: int
+    cached_calls: int
     dynamic_calls: int
     program_records: int
     tangents: int
@@ -40,9 +40,9 @@ def cache_info() -> CacheInfo:
     """The number of entries now in each of the caches that CacheInfo lists. The bridge has other caches too."""
     return CacheInfo(
         functions=sum(map(FUNCTIONS.is_pinned, FUNCTIONS.names())),
-        plans=len(PROGRAMS),
+        programs=len(PROGRAMS),
         chains=route.count(),
-        known_calls=call_cache.count(),
+        cached_calls=call_cache.count(),
         dynamic_calls=len(CALLS),
         program_records=len(PROGRAMS.names()),
         tangents=sum(not FUNCTIONS.is_pinned(name) for name in FUNCTIONS.alive()),

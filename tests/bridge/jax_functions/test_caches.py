@@ -25,7 +25,7 @@ def test_old_programs_are_dropped_and_rebuilt(monkeypatch):
         torch.testing.assert_close(mapped(given.detach().expand(2, 3)), want.expand(2, 3))
         for size in range(4, 12):
             square(torch.ones(size))
-        assert bridge.cache_info().plans == 4
+        assert bridge.cache_info().programs == 4
 
 
 def test_old_rebuilders_are_dropped_except_for_graphs(monkeypatch):
@@ -95,10 +95,10 @@ def test_clear_cache():
     compiled = torch.compile(lambda x: cube(x) * 2, backend="aot_eager", fullgraph=True)
     compiled(x)
     before = bridge.cache_info()
-    assert before.plans > 0
+    assert before.programs > 0
     bridge.clear_cache()
     after = bridge.cache_info()
-    assert (after.plans, after.chains, after.known_calls) == (0, 0, 0)
+    assert (after.programs, after.chains, after.cached_calls) == (0, 0, 0)
     assert after.functions == before.functions
     (gradient,) = torch.autograd.grad(out.sum(), x)  # of an earlier call
     torch.testing.assert_close(gradient, 3 * x.detach() ** 2)

@@ -123,7 +123,7 @@ def test_equal_functions_share_a_program():
     for factor in (2.0, 3.0, 2.0, 3.0):
         got = bridge.matmul(x, w, activation=lambda y, factor=factor: y * factor)
         torch.testing.assert_close(got, x @ w * factor, rtol=1e-5, atol=1e-5)
-    assert bridge.cache_info().plans == 2
+    assert bridge.cache_info().programs == 2
 
 
 def test_equal_partials_and_modules_share_a_program():
@@ -140,7 +140,7 @@ def test_equal_partials_and_modules_share_a_program():
             y = x @ w
             want = functional.leaky_relu(y, slope) if count == 2 else y * slope
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-        assert bridge.cache_info().plans == count
+        assert bridge.cache_info().programs == count
 
 
 def test_same_function_hits_the_cache(monkeypatch):

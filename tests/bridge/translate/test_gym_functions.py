@@ -403,12 +403,12 @@ def test_equal_functions_share_a_program():
     made = lambda module, scale: lambda s, b, h, q, k: s + module.table[h, q - k + module.length] * scale
     query = torch.randn(1, HEADS, 6, 8, generator=torch.Generator().manual_seed(5))
     bridge.flex_attention(query, query, query, made(RELATIVE, 2.0))
-    before = bridge.cache_info().plans
+    before = bridge.cache_info().programs
     for module in (RELATIVE, Relative()):
         bridge.flex_attention(query, query, query, made(module, 2.0))
-    assert bridge.cache_info().plans == before
+    assert bridge.cache_info().programs == before
     bridge.flex_attention(query, query, query, made(RELATIVE, 3.0))
-    assert bridge.cache_info().plans > before
+    assert bridge.cache_info().programs > before
 
 
 def test_activation_may_not_mix_values():
