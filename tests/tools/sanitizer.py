@@ -35,7 +35,9 @@ import numpy as np
 
 import jax_kernels as jk
 from jax_kernels import masks
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention.passes import ranked_bits, row_norms
+from jax_kernels.pallas.attention.sm80 import forward as sm80_forward
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "poison")
 PROCESSES = 12  # that run at once
@@ -123,6 +125,17 @@ def _fp8_attention() -> Call:
     x = _shape(2, 300, 2, 128, dtype=jnp.float8_e4m3fn)
     attend = functools.partial(jk.flash_attention_fp8, is_causal=True, implementation="mosaic_gpu")
     return Call(function=attend, shapes=(x, x, x), differentiated=False)
+
+
+def _attention_sm80() -> Call:
+    config = sm80_forward.AttentionForwardSm80(block_kv=32)
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        inputs, options = AttentionInputs(query, key, value), AttentionOptions(scale=0.1, is_causal=True)
+        return sm80_forward.attention_forward(inputs, options, out_dtype=query.dtype, config=config, interpret=False)
+
+    shapes = _shape(2, 333, 4, 128), *[_shape(2, 333, 2, 128)] * 2
+    return Call(function=attend, shapes=shapes, differentiated=False)
 
 
 def _dilated(implementation: str, **options: Any) -> Call:
@@ -233,12 +246,18 @@ CALLS: dict[str, Callable[[], Call]] = {
     "hopper layer_norm 5 x 1024": lambda: _norm("layer_norm", HOPPER, 5, 1024),
     "hopper layer_norm 700 x 2048": lambda: _norm("layer_norm", HOPPER, 700, 2048),
     "hopper layer_norm 9 x 16384": lambda: _norm("layer_norm", HOPPER, 9, 16384),
+    "mma.sync causal 128": _attention_sm80,
     "triton causal 64": lambda: _attention(TRITON, 64, is_causal=True, lengths=(333, 333)),
     "triton 128": lambda: _attention(TRITON, 128, window=(60, 20), softcap=5.0),
     "triton 80": lambda: _attention(TRITON, 80),
     "triton float32": lambda: _attention(TRITON, 64, dtype=jnp.float32, segment_ids=None),
     "triton segments": lambda: _attention(TRITON, 64, lengths=(333, 333), segment_ids=_segments),
     "triton bias": lambda: _attention(TRITON, 64, bias=(1, 4, 200, 333)),
+    "triton dense mask and bias": lambda: _attention(TRITON, 64, mask=_dense, bias=(1, 4, 200, 333)),
+    "triton block lists": lambda: _attention(TRITON, 128, mask=_global_and_window),
+    "triton block lists of segments": lambda: _attention(
+        TRITON, 64, lengths=(333, 333), mask=lambda: masks.segments(_segments()) & masks.causal() | masks.prefix(16)
+    ),
     "triton score_mod": lambda: _attention(TRITON, 64, score_mod=_relative),
     "triton decode": lambda: _decode(TRITON),
     "triton decode pages": lambda: _decode(TRITON, paged=True),
