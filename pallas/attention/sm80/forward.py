@@ -189,7 +189,7 @@ class KvLoop:
         scores = plgpu.layout_cast(jnp.zeros((self.traits.config.block_q, rows), jnp.float32), WGMMA)
         for c, part in enumerate(query):
             keys = self.kv_smem.at[slot, pl.ds(0, rows), pl.ds(c * CHUNK, CHUNK)]
-            transposed = plgpu.load(plgpu.transpose_ref(keys, (1, 0)), layout=self.traits.rhs)
+            transposed = plgpu.load(keys.transpose((1, 0)), layout=self.traits.rhs)
             scores = plgpu.mma(scores, part, transposed)
         return scores
 
