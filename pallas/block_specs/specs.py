@@ -237,7 +237,7 @@ class AttentionRow:
       None matches both.
     dense_bits: None matches all calls. A number matches only calls with a bias or dense mask, and only if a kernel
       reads at most this number of bits of it for each query and key.
-    has_lists: True matches only calls with block lists, False only calls without.
+    has_lists: True matches only calls with block lists, False only calls without. None matches both.
     max_kv_length: matches calls with at most this number of keys; None matches any.
     measured_on: the GPU on which a call with these blocks was timed; None if on none.
     """
@@ -251,7 +251,7 @@ class AttentionRow:
     is_limited: bool | None = None
     has_segments: bool | None = None
     dense_bits: int | None = None
-    has_lists: bool = False
+    has_lists: bool | None = None
     max_kv_length: int | None = None
     measured_on: TimedGpu | None = None
 
@@ -263,7 +263,7 @@ class AttentionRow:
             and self.is_causal in (None, call.is_causal)
             and self.is_limited in (None, call.is_limited)
             and self.has_segments in (None, call.has_segments)
-            and self.has_lists == call.has_lists
+            and self.has_lists in (None, call.has_lists)
             and (self.dense_bits is None or 0 < call.dense_bits <= self.dense_bits)
             and (self.max_kv_length is None or call.kv_length <= self.max_kv_length)
         )
