@@ -110,8 +110,8 @@ def live_blocks(
 ) -> LiveBlocks:
     """The blocks of keys, within the lengths and the window, in which a query of a key head's group keeps a key.
 
-    mask: [n, H or 1, T or 1, S]; each of the n entries serves B / n consecutive sequences. q_length: T. left: the number
-    of keys before its own that a query attends to, -1 for all.
+    mask: [n, H or 1, T or 1, S], each of whose n entries serves B / n consecutive sequences. q_length: T. left: the
+    number of keys before its own that a query attends to, -1 for all.
     """
     entries, heads, _, capacity = mask.shape
     kept = mask.any(axis=2)
