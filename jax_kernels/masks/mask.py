@@ -90,6 +90,11 @@ class Mask:
         return False
 
     @property
+    def is_of_keys(self) -> bool:
+        """Whether every query keeps the same keys. False also where it is not known."""
+        return False
+
+    @property
     def keeps_more_later(self) -> bool:
         """Whether later queries keep more keys, as in a causal mask. False also where it is not known."""
         return False
@@ -374,6 +379,10 @@ class Composite(Mask):
     @property
     def is_arithmetic(self) -> bool:
         return all(mask.is_arithmetic for mask in self.parts)
+
+    @property
+    def is_of_keys(self) -> bool:
+        return all(mask.is_of_keys for mask in self.parts)
 
     @property
     def is_restrictable(self) -> bool:

@@ -185,6 +185,7 @@ class Prefix(_Numbered):
     limit: int | None = static()
     limits: Any
     keeps_intervals = True
+    is_of_keys = True
 
     def terms(self, negated):
         if negated:

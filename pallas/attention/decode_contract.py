@@ -13,12 +13,19 @@ all. out: [B, T, H, Dv] in query's dtype. lse: [B, H, T] float32.
 
 The T queries of the H / Hkv query heads with the same key head are the rows of one matrix, so that a key is read once
 for all of them: row t * H / Hkv + g is query t of head g.
+
+Under a mask, a kernel reads a block of keys only if some row of the key head keeps one of its keys (`live_blocks`).
 """
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jax_kernels.masks.block_lists import compress
 
 # The cost of a split in addition to its keys, and the cost of merging, in blocks of keys: a few microseconds each.
 SPLIT_OVERHEAD = 4
@@ -79,6 +86,46 @@ def row_sinks(
         return None
     of_rows = jnp.tile(sinks.reshape(len(sinks), kv_heads, -1), (1, 1, q_length))
     return jnp.pad(of_rows, [(0, 0), (0, 0), (0, rows - of_rows.shape[2])])
+
+
+class LiveBlocks(NamedTuple):
+    """The blocks of keys that each sequence and key head visits under a mask.
+
+    indices: int32 [B, Hkv or 1, blocks], the indices of the live blocks in ascending order, then zeros. counts: int32
+    [B, Hkv or 1], the number of live blocks.
+    """
+
+    indices: jax.Array
+    counts: jax.Array
+
+
+def live_blocks(
+    mask: Bool[Array, "#B #H #T S"],
+    kv_lengths: Int32[Array, " B"],
+    *,
+    kv_heads: int,
+    q_length: int,
+    left: int,
+    block_kv: int,
+) -> LiveBlocks:
+    """The blocks of keys, within the lengths and the window, in which a query of a key head's group keeps a key.
+
+    mask: [n, H or 1, T or 1, S], each of whose n entries serves B / n consecutive sequences. q_length: T. left: the
+    number of keys before its own that a query attends to, -1 for all.
+    """
+    entries, heads, _, capacity = mask.shape
+    kept = mask.any(axis=2)
+    if heads > 1:
+        kept = kept.reshape(entries, kv_heads, heads // kv_heads, capacity).any(axis=2)
+    kept = jnp.repeat(kept, len(kv_lengths) // entries, axis=0)
+    key, lengths = jnp.arange(capacity, dtype=jnp.int32), jnp.clip(kv_lengths, 0, capacity)[:, None, None]
+    kept = kept & (key < lengths)
+    if left >= 0:
+        kept = kept & (key >= lengths - q_length - left)
+    kept = jnp.pad(kept, ((0, 0), (0, 0), (0, -capacity % block_kv)))
+    alive = kept.reshape(*kept.shape[:2], -1, block_kv).any(axis=3)
+    lists = compress(alive, jnp.zeros_like(alive), alive.shape[2])
+    return LiveBlocks(indices=lists.indices, counts=lists.partial_count)
 
 
 def most_blocks(capacity: int, q_length: int, left: int, block_kv: int) -> int:

@@ -9,5 +9,6 @@ from jax_kernels.masks.arrays.dense_mask import DenseMask as DenseMask
 from jax_kernels.masks.arrays.dense_mask import dense as dense
 from jax_kernels.masks.arrays.dense_mask import named_dense as named_dense
 from jax_kernels.masks.arrays.function_mask import from_function as from_function
+from jax_kernels.masks.arrays.key_mask import KeyMask as KeyMask
 from jax_kernels.masks.arrays.segments_mask import Segments as Segments
 from jax_kernels.masks.arrays.segments_mask import segments as segments

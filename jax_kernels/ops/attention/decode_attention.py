@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Float32, Integer
 
 from jax_kernels import dispatch
 from jax_kernels.masks import Mask
+from jax_kernels.masks.limits import without_band
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import checked_bias, checked_mask
 from jax_kernels.ops.attention.decode_implementations import OP, DecodeArrays, DecodeOptions, DecodeRequest, decode
@@ -128,8 +129,8 @@ def decode_attention(
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend; floats of 0 and 1 are taken too, unless
         JAX traces them. Its first axis may be any divisor n of B: each entry is then for B / n consecutive sequences,
         e.g. if the key heads are part of the batch. Or a masks.Mask, which is first converted to an array, with the
-        queries at their positions. Keys that a mask leaves out are still read: to leave out long ranges of keys, use
-        kv_lengths and window.
+        queries at their positions; its causal and sliding_window parts joined by `&` become the window. A block of keys
+        is not read if no query of a key head's group keeps one of its keys.
       bias: broadcastable to [B, H, T, S] like mask, in query's dtype or float32, added to the scores after softcap.
         -inf leaves a key out. A bias [1, H, 1, S] is ALiBi's.
       window: (left, right), or an int for both: a query at position p attends to keys from p - left on. -1 or None is
@@ -203,7 +204,7 @@ def _check(
     checks.check_softcap(softcap)
     checks.check_names(implementation=implementation)
     checks.check_flags(return_lse=return_lse)
-    _, window = checks.checked_window(window, True)
+    mask, window = _without_window(mask, checks.checked_window(window, True)[1])
     sinks = checks.checked_sinks(sinks, heads)
 
     capacity, page_size = key.shape[1], None
@@ -261,6 +262,18 @@ def _entries_of(x: Any, batch: int) -> int:
     """
     shape: tuple[int, ...] = () if x is None or isinstance(x, Mask) else getattr(x, "shape", ())
     return shape[0] if batch and len(shape) == 4 and shape[0] not in (0, 1) and batch % shape[0] == 0 else batch
+
+
+def _without_window(mask: Any, window: tuple[int, int] | None) -> tuple[Any, tuple[int, int] | None]:
+    """(mask, window) where the causal and sliding_window parts of a Mask are limits of the window.
+
+    window: (left, 0), or None. No query attends to keys after its own, whatever the right side. The mask is None if no
+    other part is left.
+    """
+    if not isinstance(mask, Mask):
+        return mask, window
+    mask, left, _ = without_band(mask, None if window is None else window[0], 0)
+    return mask, None if left is None else (left, 0)
 
 
 def _keys_of(x: Any, kv_lengths: Any, q_length: int, capacity: int) -> Any:

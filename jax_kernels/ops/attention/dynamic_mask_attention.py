@@ -74,8 +74,9 @@ def dynamic_mask_attention(
         flash_attention(query, key, value, mask=of_heads(mask), bias=of_heads(bias), **arguments)
 
     An array [B, Hkv, T, S] is not repeated in memory: each key head becomes a batch entry of its own, for which query,
-    key and value are copied. On Hopper, blocks without a pair are neither loaded nor scheduled, nor is their part of
-    the bias. In the forward, full blocks are not masked.
+    key and value are copied. The Hopper and Triton kernels neither load nor visit blocks without a pair, nor their part
+    of the bias; but on Hopper a mask with one row for all queries skips no block. In the forward, full blocks are not
+    masked.
 
     Args:
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.

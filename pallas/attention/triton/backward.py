@@ -32,7 +32,7 @@ from jax_kernels.pallas.attention.triton.arrays import (
     whole_lists,
 )
 from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, gradient_of_tiles
-from jax_kernels.pallas.attention.triton.block_lists import ListedBlocks, with_mask_of_keys_as_bias
+from jax_kernels.pallas.attention.triton.block_lists import ListedBlocks
 from jax_kernels.pallas.attention.triton.common import (
     Queries,
     QueryPrograms,
@@ -71,7 +71,6 @@ def attention_backward(
     """
     del core_count  # one program per tile: nothing is persistent
     bias = inputs.bias
-    inputs, options = with_mask_of_keys_as_bias(inputs, options)
     whole = inputs._replace(bias=aligned(inputs.bias))
     by_key_blocks, by_query_blocks = (config.block_q_dkv, config.block_kv_dkv), (config.block_q_dq, config.block_kv_dq)
     dkey_blocks, _, key_lists = TracedCall.listed(whole, options, by_key_blocks, interpret, by="key")

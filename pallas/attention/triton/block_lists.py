@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
+from jax_kernels.masks.arrays import KeyMask
 from jax_kernels.masks.block_lists import BlockLists, block_lists, block_status, compress, packed_lists
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import key_lengths, whole_mask, without_limits
@@ -36,8 +37,8 @@ type Whole = tuple[jax.Array, pl.BlockSpec]  # an input of a kernel whose progra
 class Lists[A: jax.Array | Ref | Whole]:
     """The block lists of a call as a kernel reads them, all int32.
 
-    indices: [B or 1, H or 1, blocks, width], the blocks to visit, full blocks first. counts: [B or 1, H or 1, blocks,
-    2], the number of full blocks and of all blocks of a list. H: query heads.
+    indices: [B or 1, H or 1, blocks or 1, width], the blocks to visit, full blocks first. counts: [B or 1, H or 1,
+    blocks or 1, 2], the number of full blocks and of all blocks of a list. H: query heads.
 
     A kernel evaluates `predicate` in partial blocks. It is None if the mask is not arithmetic. Then entries, shaped as
     indices, has the index into `words` of each partial block. words: [entries, ceil(columns / 32), rows], the bits of
@@ -58,12 +59,12 @@ class Lists[A: jax.Array | Ref | Whole]:
 
     def repeated(self, times: int, batch: int) -> "Lists | None":
         """The lists of a batch that is `times` as large as `batch`, if all entries have one list; else None."""
-        return self if cast(jax.Array, self.indices).shape[0] == 1 else None
+        return self if cast(jax.Array, self.counts).shape[0] == 1 else None
 
     def of(self, b: Index, h: Index, block: Index) -> "ListedBlocks":
         """The list of a block of query head h of batch entry b, inside a kernel whose Lists are Refs."""
         counts = cast(Ref, self.counts)
-        of_block = (*first_indices(counts, b, h), block)
+        of_block = first_indices(counts, b, h, block)
         return ListedBlocks(self, b, h, block, full=counts[(*of_block, 0)], count=counts[(*of_block, 1)])
 
 
@@ -108,20 +109,21 @@ class ListedBlocks:
         own, other = (row + iota(rows))[:, None], (column + iota(columns))[None, :]
         q, k = (own, other) if by_query else (other, own)
 
-        def load(ids: Ref, b: Index, side: int) -> jax.Array:
-            if (side == 0) == by_query:
-                return plgpu.load(ids.at[b, pl.ds(row, rows)])[:, None]
-            return plgpu.load(ids.at[b, pl.ds(column, columns)])[None, :]
+        def load(values: Ref, leading: tuple[Index, ...], side: int) -> jax.Array:
+            of_rows, at = (side == 0) == by_query, first_indices(values, *leading)
+            these = pl.ds(row, rows) if of_rows else pl.ds(column, columns)
+            found = plgpu.load(values.at[(*at, these)])
+            return found[:, None] if of_rows else found[None, :]
 
         return jnp.broadcast_to(lists.predicate.keep(self.b, self.h, q, k, load), (rows, columns))
 
     def _of_step(self, ref: Ref, step: Index) -> jax.Array:
-        return ref[(*first_indices(ref, self.b, self.h), self.block, step)]
+        return ref[(*first_indices(ref, self.b, self.h, self.block), step)]
 
 
-def first_indices(ref: Ref, b: Index, h: Index) -> tuple[Index, Index]:
-    """The first two indices into an array [B or 1, H or 1, ...] for batch entry b and head h."""
-    return jnp.int32(0) if ref.shape[0] == 1 else b, jnp.int32(0) if ref.shape[1] == 1 else h
+def first_indices(ref: Ref, *indices: Index) -> tuple[Index, ...]:
+    """The indices into the first axes of an array [B or 1, H or 1, ...]: 0 where an axis has length 1."""
+    return tuple(jnp.int32(0) if size == 1 else i for size, i in zip(ref.shape, indices, strict=False))
 
 
 def kept_bits(words: Ref, entry: Index, columns: int) -> jax.Array:
@@ -153,7 +155,7 @@ def lists_of(
         if (lists := prepared.of(call)) is not None:
             return lists
     static_offset, offset = offset_of(first_position(inputs, options))
-    return _built(whole_mask(inputs, options), offset, call=call, static_offset=static_offset)
+    return _built(_whole_mask(inputs, options), offset, call=call, static_offset=static_offset)
 
 
 def prepared_lists(
@@ -167,7 +169,7 @@ def prepared_lists(
     """
     call = _call_of(inputs, options, blocks, by=by)
     _, offset = offset_of(call.q_offset)
-    mask, statics = whole_mask(inputs, options), {"static_offset": call.q_offset}
+    mask, statics = _whole_mask(inputs, options), {"static_offset": call.q_offset}
     alive, full = block_status(mask, offset, lengths=call.lengths, blocks=call.blocks, **statics)
     if isinstance(alive, jax.core.Tracer):
         return PreparedLists(_built(mask, offset, call=call, **statics), call)
@@ -176,6 +178,15 @@ def prepared_lists(
     width = min(max(1, rounded_up(int(lists.counts[..., 1].max()))), lists.indices.shape[-1])
     entries = None if lists.entries is None else lists.entries[..., :width]
     return PreparedLists(dataclasses.replace(lists, indices=lists.indices[..., :width], entries=entries), call)
+
+
+def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
+    """All limits of a call as one Mask. An array with one row for all queries becomes a KeyMask, without bits."""
+    mask: Any = inputs.mask
+    if not isinstance(mask, Mask) and mask.shape[2] == 1:
+        kept = jnp.broadcast_to(mask[:, :, 0], (*mask.shape[:2], inputs.key.shape[1]))
+        inputs = inputs._replace(mask=KeyMask(kept))
+    return whole_mask(inputs, options)
 
 
 def _call_of(inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[int, int], *, by: str) -> ListedCall:
@@ -195,7 +206,10 @@ def _built(
     sizes: dict[str, Any] = {"lengths": call.lengths, "blocks": call.blocks, "by": call.by}
     parts: dict[str, Any] = {}
     if mask.is_arithmetic:
-        lists = block_lists(mask, offset, **sizes, static_offset=static_offset)
+        if mask.is_of_keys:
+            lists = _lists_of_keys(mask, call)
+        else:
+            lists = block_lists(mask, offset, **sizes, static_offset=static_offset)
         parts = {"predicate": MaskPredicate.of(mask, offset, call.lengths, call.blocks)}
     elif most is None and mask.is_evaluated and not any(block % WORD for block in call.blocks):
         lists, parts["words"] = _evaluated(mask, offset, call)
@@ -205,6 +219,21 @@ def _built(
         parts = {"entries": packed.entries, "words": lax.bitcast_convert_type(packed.words, jnp.int32)}
     counts = jnp.stack([lists.full_count, lists.full_count + lists.partial_count], axis=-1)
     return Lists(indices=lists.indices, counts=counts, **parts, by=call.by, blocks=call.blocks)
+
+
+def _lists_of_keys(mask: Mask, call: ListedCall) -> BlockLists:
+    """The block lists of a mask that keeps the same keys for every query.
+
+    By query, all blocks of queries have one list. By key, a live block of keys visits all blocks of queries.
+    """
+    (q_length, kv_length), (block_q, block_kv) = call.lengths, call.blocks
+    first, sizes = jnp.zeros((1,), jnp.int32), {"lengths": (1, kv_length), "blocks": (1, block_kv), "static_offset": 0}
+    if call.by == "query":
+        return block_lists(mask, first, **sizes, by="query")
+    alive, full = (x[:, :, 0] for x in block_status(mask, first, **sizes))
+    count = pl.cdiv(q_length, block_q)
+    indices = jnp.arange(count, dtype=jnp.int32)[None, None, None]
+    return BlockLists(indices, count * full.astype(jnp.int32), count * (alive & ~full).astype(jnp.int32))
 
 
 def _evaluated(mask: Mask, offset: jax.Array, call: ListedCall) -> tuple[BlockLists, jax.Array]:
@@ -234,19 +263,3 @@ def without_listed_limits(
     lengths = key_lengths(inputs)
     inputs, options = without_limits(inputs, options)
     return inputs._replace(kv_lengths=lengths), options
-
-
-def with_mask_of_keys_as_bias(
-    inputs: AttentionInputs, options: AttentionOptions
-) -> tuple[AttentionInputs, AttentionOptions]:
-    """(inputs, options) where a mask array with one row for all queries is a bias of 0 and -inf, without a gradient.
-
-    Lists would hold this row once for each block of queries. A call that has a bias or a score_mod is returned
-    unchanged, as is one with another mask.
-    """
-    mask: Any = inputs.mask
-    is_of_keys = mask is not None and not isinstance(mask, Mask) and mask.shape[2] == 1
-    if not is_of_keys or inputs.bias is not None or inputs.score_mod is not None:
-        return inputs, options
-    bias = jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32)
-    return inputs._replace(mask=None, bias=bias), dataclasses.replace(options, bias_gradient=False)

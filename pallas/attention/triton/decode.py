@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.arrays import all_rows, load, store, whole, whole_array
+from jax_kernels.pallas.attention.triton.block_lists import first_indices
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.triton import backend
@@ -41,8 +42,8 @@ class Refs(NamedTuple):
 
     query: [rows of a tile, D], of the program. key, value: all keys of the program's sequence and key head, [keys, D];
     or all pages of the cache, [pages, page_size, D]. lengths: [B] int32. tables: [pages of a sequence] int32, of the
-    program's sequence. sinks: [rows of a tile] float32. mask, bias: the whole arrays. outs: out and lse of the
-    program's tile and split.
+    program's sequence. sinks: [rows of a tile] float32. mask, bias: the whole arrays. indices, counts: the whole arrays
+    of decode_contract.LiveBlocks, with a mask. outs: out and lse of the program's tile and split.
     """
 
     query: Ref
@@ -53,6 +54,8 @@ class Refs(NamedTuple):
     sinks: Ref | None = None
     mask: Ref | None = None
     bias: Ref | None = None
+    indices: Ref | None = None
+    counts: Ref | None = None
     outs: tuple[Ref, ...] = ()
 
 
@@ -103,9 +106,10 @@ def attention_decode(
 
     The queries are the last T of kv_lengths keys. key, value: a contiguous cache, or pages if block_tables, int32, has
     the pages of each sequence; 16-bit. sinks: logits that join the softmax's denominator. mask, bias: [n, H or 1, T or
-    1, S] or None; each of the n entries serves B / n consecutive sequences. mask: True keeps a pair. bias: added to the
-    scores in natural units. A query without keys has out = 0, and lse = -inf unless it has a sink. left: the number of
-    keys before its own that a query attends to, -1 for all. scale: positive. config: the block spec row.
+    1, S] or None; each of the n entries serves B / n consecutive sequences. mask: True keeps a pair. A block of keys is
+    not read if a key head's rows keep none of its keys. bias: added to the scores in natural units. A query without
+    keys has out = 0, and lse = -inf unless it has a sink. left: the number of keys before its own that a query attends
+    to, -1 for all. scale: positive. config: the block spec row.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, v_head_dim = key.shape[2], value.shape[3]
@@ -161,6 +165,11 @@ def attention_decode(
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None:
             ins[name] = x, pl.BlockSpec(x.shape, lambda i, split, b: (0, 0, 0, 0))
+    if mask is not None:
+        live = decode_contract.live_blocks(
+            mask, kv_lengths, kv_heads=kv_heads, q_length=q_length, left=left, block_kv=block_kv
+        )
+        ins |= {name: whole_array(x) for name, x in live._asdict().items()}
 
     out_dtype = query.dtype if splits == 1 else jnp.float32
     parts = (batch, kv_heads, splits, rows)
@@ -292,6 +301,34 @@ def _load_block(call: TracedCall, ref: Ref, page: Any, start: Index, length: Ind
     return plgpu.load(view, mask=wide(keys < length) & (column < head_dim), other=0.0)
 
 
+class _Blocks(NamedTuple):
+    """The blocks of keys that the splits of a sequence and key head visit: the listed blocks, or all within the limits.
+
+    Without a mask, step i visits block i.
+    """
+
+    refs: Refs
+    b: Index
+    kv_head: Index
+
+    def steps(self, call: TracedCall, length: jax.Array) -> tuple[Any, jax.Array]:
+        """(first, end) of the steps of all splits together. length: the number of keys of the sequence."""
+        if self.refs.counts is not None:
+            return 0, self.refs.counts[first_indices(self.refs.counts, self.b, self.kv_head)]
+        first: Any = 0
+        if call.left >= 0:
+            first = lax.div(jnp.maximum(length - call.q_length - call.left, 0), call.block_kv)
+        return first, lax.div(length + (call.block_kv - 1), call.block_kv)
+
+    def listed(self, step: Index) -> jax.Array | None:
+        """The block that a step visits, arbitrary past the last step; None without a mask."""
+        indices = self.refs.indices
+        if indices is None:
+            return None
+        step = jnp.minimum(step, indices.shape[2] - 1)
+        return indices[(*first_indices(indices, self.b, self.kv_head), step)]
+
+
 class _Rows(NamedTuple):
     """The rows of a program, as it looks them up in a mask or bias. A row is one query of one query head.
 
@@ -339,17 +376,15 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
     factor = LOG2E * (call.scale if call.softcap is None else call.softcap)
     q = load(refs.query, 0, None, call.head_dim)
 
-    end = lax.div(length + (block_kv - 1), block_kv)
-    first: Any = 0
-    if call.left >= 0:
-        first = lax.div(jnp.maximum(length - call.q_length - call.left, 0), block_kv)
+    blocks = _Blocks(refs, batch_index, lax.rem(head_tile, call.kv_heads))
+    first, end = blocks.steps(call, length)
     per_split = lax.div(end - first + (call.splits - 1), call.splits)
     begin = jnp.minimum(first + split * per_split, end)
     stop = jnp.minimum(begin + per_split, end)
 
     def step(index, state):
-        acc, row_max, row_sum, page = state
-        start = index * block_kv
+        acc, row_max, row_sum, listed, page = state
+        start = (index if listed is None else listed) * block_kv
         k = _load_block(call, refs.key, page, start, length, call.head_dim)
         s = lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         if call.softcap is not None:
@@ -374,9 +409,10 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
         product = lax.dot_general(
             p.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )  # fmt: skip
-        # One block ahead, so that the loads of keys and values do not wait for it.
-        page = _load_pages(call, refs.tables, start + block_kv, length)
-        return acc * alpha[:, None] + product, new, row_sum * alpha + p.sum(axis=1), page
+        # One block ahead, so that the loads of keys and values do not wait for them.
+        listed = blocks.listed(index + 1)
+        page = _load_pages(call, refs.tables, start + block_kv if listed is None else listed * block_kv, length)
+        return acc * alpha[:, None] + product, new, row_sum * alpha + p.sum(axis=1), listed, page
 
     row_max, row_sum = jnp.full((tile,), -jnp.inf, jnp.float32), jnp.zeros((tile,), jnp.float32)
     if refs.sinks is not None:  # a key before all others, without a value, in the first split
@@ -384,8 +420,9 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
         row_max = jnp.where(is_first, refs.sinks[...] * LOG2E, -jnp.inf)
         row_sum = jnp.where(is_first & (row_max > -jnp.inf), 1.0, row_sum)
     acc = jnp.zeros((tile, padded(call.v_head_dim)), jnp.float32)
-    page = _load_pages(call, refs.tables, begin * block_kv, length)
-    acc, row_max, row_sum, _ = lax.fori_loop(begin, stop, step, (acc, row_max, row_sum, page))
+    listed = blocks.listed(begin)
+    page = _load_pages(call, refs.tables, (begin if listed is None else listed) * block_kv, length)
+    acc, row_max, row_sum, *_ = lax.fori_loop(begin, stop, step, (acc, row_max, row_sum, listed, page))
     dead = row_sum == 0.0
     row_sum = jnp.where(dead, 1.0, row_sum)
     lse = jnp.where(dead, -jnp.inf, (row_max + jnp.log2(row_sum)) / LOG2E)

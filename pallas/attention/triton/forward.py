@@ -15,7 +15,6 @@ from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.arrays import aligned, load, load_rows, load_tile, store, whole_array
-from jax_kernels.pallas.attention.triton.block_lists import with_mask_of_keys_as_bias
 from jax_kernels.pallas.attention.triton.common import (
     Queries,
     QueryPrograms,
@@ -47,7 +46,6 @@ def attention_forward(
     keys has out = 0 and lse = -inf. config: the block spec row.
     """
     del core_count  # one program per tile: nothing is persistent
-    inputs, options = with_mask_of_keys_as_bias(inputs, options)
     inputs = inputs._replace(bias=aligned(inputs.bias))
     call, inputs, lists = TracedCall.listed(inputs, options, (config.block_q, config.block_kv), interpret, by="query")
     programs = QueryPrograms(call, inputs, limiting_arrays(inputs, call.options), operands_of(call, inputs), lists)

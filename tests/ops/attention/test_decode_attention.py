@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import decode_attention, explain
+from jax_kernels import decode_attention, explain, masks
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.decode_implementations import IMPLEMENTATIONS
@@ -96,8 +96,6 @@ def test_matches_bottom_right_flash_attention(no_interpret):
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_mask_object_and_shared_batch_entries(implementation, monkeypatch):
     """A Mask's queries are at the end of each sequence. An array entry can serve several neighbouring sequences."""
-    from jax_kernels import masks
-
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     case = dataclasses.replace(CASES["pairs"], sinks=False, window=None, mask="BHTS", bias="")
     arrays = arrays_of(case)
@@ -217,6 +215,9 @@ def test_plans(no_interpret):
         {"mosaic_gpu": "it takes no mask and no bias"},
     )
     assert "decode_attention: mosaic_gpu" in str(plan("h200"))
+    with on_device("h200"):  # causal masks and windows are no arrays, which this kernel does not take
+        banded = explain(decode_attention, *shapes(), mask=masks.causal() & masks.sliding_window(9, 2))
+    assert banded.implementation == "mosaic_gpu"
 
 
 @pytest.mark.triton

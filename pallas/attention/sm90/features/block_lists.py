@@ -162,9 +162,9 @@ class ListedBlocks(NamedTuple):
         starts = self.block * rows + row_start, self.at(step) * columns
         own, other = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + starts[axis] for axis in (0, 1))
 
-        def load(ids: Ref, b: Index, side: int) -> jax.Array:
+        def load(values: Ref, leading: tuple[Index, ...], side: int) -> jax.Array:
             axis = side if by_query else 1 - side
-            of_tile = ids.at[b, pl.ds(starts[axis], shape[axis])]
+            of_tile = values.at[(*leading, pl.ds(starts[axis], shape[axis]))]
             found = plgpu.load(of_tile, layout=COLUMN if axis else ROW, optimized=False)
             return lax.broadcast_in_dim(found, shape, [axis])
 

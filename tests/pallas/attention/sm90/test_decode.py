@@ -38,6 +38,8 @@ COMPILED = {
     "h200_192_pages": ("h200", {"head_dim": 192} | PAGES),
     "h200_256": ("h200", {"head_dim": 256} | EVERYTHING | PAGES),
     "a100_128_pages": ("a100", {"head_dim": 128, "implementation": "triton"} | EVERYTHING | PAGES),
+    "a100_128_mask": ("a100", {"head_dim": 128, "implementation": "triton", "mask": (2, 1, 1)} | PAGES),
+    "a6000_128_mask": ("a6000", {"head_dim": 128, "implementation": "triton", "mask": (2, 32, 4), "q_length": 4}),
     "a6000_64": ("a6000", {"head_dim": 64, "implementation": "triton"}),
     "a6000_256": ("a6000", {"head_dim": 256, "implementation": "triton"}),
 }
@@ -60,6 +62,8 @@ def _compile(gpu: str, options: dict) -> list[str]:
     else:
         cache = array(batch * capacity // page_size, page_size, kv_heads, head_dim)
         arrays["block_tables"] = array(batch, capacity // page_size, dtype="int32")
+    if leading := options.pop("mask", None):
+        arrays["mask"] = array(*leading, capacity, dtype="bool")
     if options.pop("sinks", False):
         arrays["sinks"] = array(heads, dtype="float32")
     call = lambda arrays: decode_attention(**arrays, **options, implementation=implementation)
@@ -69,7 +73,8 @@ def _compile(gpu: str, options: dict) -> list[str]:
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize(
-    "case", tiers.cases(COMPILED, {"h200_128", "h200_64_20_rows", "h200_256", "a100_128_pages", "a6000_64"})
+    "case",
+    tiers.cases(COMPILED, {"h200_128", "h200_64_20_rows", "h200_256", "a100_128_pages", "a100_128_mask", "a6000_64"}),
 )
 def test_compiles(case):
     gpu, options = COMPILED[case]

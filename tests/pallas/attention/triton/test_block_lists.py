@@ -36,11 +36,17 @@ ARITHMETIC = {
     "not": ~(CAUSAL & masks.dilated(3)),
     "global": masks.global_tokens(COUNTS) | masks.sliding_window(10, 10),
 }
+KEYS = {
+    "keys": jnp.asarray(RANDOM.random((B, 1, 1, S)) < 0.7),
+    "keys of heads": jnp.asarray(
+        (RANDOM.random((B, H, 1, S)) < 0.5) & (RANDOM.random((B, H, 1, S // 33 + 1)) < 0.5).repeat(33, 3)[..., :S]
+    ),
+    "shared keys": jnp.asarray(np.arange(S) % 64 < 40)[None, None, None],
+}
 BITS = {
     "function": masks.from_function(lambda b, h, q, k: (q * 7 + k * 3 + h + b) % 5 == 0, batch=B, heads=H),
     "heads": masks.dense(RANDOM.random((1, H, T, S)) < 0.3),
     "array": jnp.asarray(RANDOM.random((B, H, T, S)) < 0.3),
-    "keys": jnp.asarray(RANDOM.random((B, 1, 1, S)) < 0.7),
     "cells": masks.block_sparse(RANDOM.random((H, 5, 5)) < 0.4, (31, 28)),
     "none": masks.dense(np.zeros((T, S), bool)),
 }
@@ -83,18 +89,19 @@ def check(mask: Any, **options: Any) -> None:
 
 
 # Each mask with one of the options, in turn.
-QUICK = list(zip([*ARITHMETIC, *BITS], itertools.cycle(OPTIONS), strict=False))
+MASKS = ARITHMETIC | KEYS | BITS
+QUICK = list(zip(MASKS, itertools.cycle(OPTIONS), strict=False))
 
 
-@pytest.mark.parametrize(("name", "options"), tiers.some_pairs([*ARITHMETIC, *BITS], OPTIONS, QUICK))
+@pytest.mark.parametrize(("name", "options"), tiers.some_pairs(MASKS, OPTIONS, QUICK))
 def test_matches_plain_attention(name, options):
-    check((ARITHMETIC | BITS)[name], **OPTIONS[options])
+    check(MASKS[name], **OPTIONS[options])
 
 
 @pytest.mark.parametrize("bias", tiers.cases([(B, H, T, S), (1, H, 1, S), (1, 1, T, S)], {str((1, H, 1, S))}))
-@pytest.mark.parametrize("name", ["documents", "heads"])
+@pytest.mark.parametrize("name", ["documents", "heads", "keys of heads"])
 def test_gradient_of_a_bias(name, bias):
-    mask = (ARITHMETIC | BITS)[name]
+    mask = MASKS[name]
 
     def gradient(implementation):
         arrays = normal(B, T, H, D, seed=0), normal(B, S, H, D, seed=1), normal(B, S, H, D, seed=2)
@@ -104,7 +111,8 @@ def test_gradient_of_a_bias(name, bias):
     assert rms_error(gradient("triton"), gradient("xla")) < 5e-6
 
 
-def test_score_mod():
+@pytest.mark.parametrize("name", ["longformer", "keys of heads"])
+def test_score_mod(name):
     """A score_mod's arrays get gradients, also under a mask."""
     slopes = jnp.linspace(0.1, 1, H)
     query, key = normal(B, T, H, D, seed=0), normal(B, S, H, D, seed=1)
@@ -112,9 +120,7 @@ def test_score_mod():
     def gradient(implementation):
         def loss(slopes):
             mod = lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k)
-            out = flash_attention(
-                query, key, key, mask=ARITHMETIC["longformer"], score_mod=mod, implementation=implementation
-            )
+            out = flash_attention(query, key, key, mask=MASKS[name], score_mod=mod, implementation=implementation)
             return jnp.sin(out).sum()
 
         return jit(jax.grad(loss))(slopes)
@@ -131,6 +137,43 @@ def test_keys_past_the_length_are_not_read():
     np.testing.assert_array_equal(run(jnp.where(past, jnp.nan, key)), run(key))
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["all_queries", "causal"])
+def test_keys_of_dead_blocks_are_not_read(options):
+    """NaN in keys and values of a block that a mask of keys leaves out has no effect, nor on the gradients."""
+    kept = np.zeros((1, 1, 1, 512), bool)
+    kept[..., 100:228] = True
+    arrays = [normal(1, 512, 2, D, seed=i) for i in range(3)]
+
+    @jit
+    def run(query, key, value):
+        attend = functools.partial(flash_attention, mask=kept, implementation="triton", **options)
+        out, vjp = jax.vjp(attend, query, key, value)
+        return out, *vjp(jnp.cos(out))
+
+    block = 128  # the largest block of keys
+    live = np.zeros(512 // block, bool)
+    live[[100 // block, 227 // block]] = True
+    dead = ~live.repeat(block)[:, None, None]
+    got = run(arrays[0], *(jnp.where(dead, jnp.nan, x) for x in arrays[1:]))
+    for x, y in zip(got, run(*arrays), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for gradient in got[2:]:
+        assert not np.asarray(gradient)[:, dead[:, 0, 0]].any()
+
+
+def test_masks_of_keys_have_one_list_for_all_queries():
+    """The lists of a mask of 131,072 keys take 12 bytes a key, where a list for each block of queries takes more."""
+    query = jax.ShapeDtypeStruct((1, 131072, 4, 128), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((1, 4, 1, 131072), bool)
+
+    def lists(mask):
+        inputs = AttentionInputs(query=query, key=query, value=query, mask=mask)
+        return [block_lists.lists_of(inputs, AttentionOptions(scale=1.0), (128, 128), by=by) for by in ("query", "key")]
+
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(lists, mask)))
+    assert size <= 12 * 131072
+
+
 def visited(mask: Any, blocks: tuple[int, int], by: str) -> np.ndarray:
     """Which blocks the lists of a call with this mask visit: bool [queries, keys]."""
     query = jax.ShapeDtypeStruct((1, 512, 2, D), jnp.float32)
@@ -138,20 +181,27 @@ def visited(mask: Any, blocks: tuple[int, int], by: str) -> np.ndarray:
     lists = block_lists.lists_of(inputs, AttentionOptions(scale=1.0), blocks, by=by)
     found = np.zeros((512 // blocks[0], 512 // blocks[1]), bool)
     found = found if by == "query" else found.T
-    for row, (indices, counts) in enumerate(zip(lists.indices[0, 0], lists.counts[0, 0], strict=True)):
+    for row in range(len(found)):  # an axis of length 1 is of all blocks
+        indices, counts = (x[0, 0, min(row, x.shape[2] - 1)] for x in (lists.indices, lists.counts))
         found[row, indices[: counts[1]]] = True
     return found if by == "query" else found.T
 
 
 @pytest.mark.parametrize("by", ["query", "key"])
-@pytest.mark.parametrize("name", ["window", "cells"])
+@pytest.mark.parametrize("name", ["window", "cells", "keys"])
 def test_only_live_blocks_are_visited(name, by):
     cells = RANDOM.random((8, 8)) < 0.3
-    mask = {"window": CAUSAL & masks.sliding_window(70, 0) | masks.prefix(3), "cells": masks.block_sparse(cells, 64)}
+    keys = np.isin(np.arange(512) // 64, [1, 4, 5]) & (RANDOM.random(512) < 0.5)
+    mask = {
+        "window": CAUSAL & masks.sliding_window(70, 0) | masks.prefix(3),
+        "cells": masks.block_sparse(cells, 64),
+        "keys": masks.dense(keys[None]),
+    }
     blocks = 32, 64
     kept = np.asarray(mask[name].to_dense(512, 512))[0, 0]
     want = kept.reshape(512 // 32, 32, 512 // 64, 64).any(axis=(1, 3))
-    np.testing.assert_array_equal(visited(mask[name], blocks, by), want)
+    given = jnp.asarray(keys)[None, None, None] if name == "keys" else mask[name]
+    np.testing.assert_array_equal(visited(given, blocks, by), want)
 
 
 def test_masks_of_positions_need_no_bits():
@@ -167,9 +217,9 @@ def test_masks_of_positions_need_no_bits():
     assert size <= 64 << 20
 
 
-@pytest.mark.parametrize("name", ["documents", "heads"])
+@pytest.mark.parametrize("name", ["documents", "heads", "keys"])
 def test_prepared_lists(name):
-    mask = (ARITHMETIC | BITS)[name]
+    mask = MASKS[name] if isinstance(MASKS[name], masks.Mask) else masks.dense(MASKS[name])
     arrays = normal(B, T, H, D, seed=0), normal(B, S, KV_HEADS, D, seed=1)
     with on_device("a100"):
         prepared = prepare_mask(mask, *arrays)
@@ -209,6 +259,6 @@ def test_queries_with_the_most_keys_go_first(mask, is_descending):
 def test_every_mask_skips_on_this_gpu(device):
     query = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((B, S, KV_HEADS, D), jnp.bfloat16)
-    for name, mask in (ARITHMETIC | BITS).items():
+    for name, mask in MASKS.items():
         if isinstance(mask, masks.Mask):
             assert explain(flash_attention, query, key, key, mask=mask, device=device).implementation == "triton", name
