@@ -15,7 +15,7 @@ from jax_kernels.testing import largest_error
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
 
-__all__ = ["CASES", "LONG", "QUICK", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
+__all__ = ["CASES", "ERROR", "LONG", "QUICK", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Case:
 
     def definition(self) -> dict[str, np.ndarray]:
         """The right results in NumPy float64, with the names that `run` gives: a loop over the groups."""
-        arrays, dout = self.arrays()
-        x, w, dout = (np.asarray(y).astype(np.float64) for y in (arrays["x"], arrays["w"], dout))
+        arrays, cotangent = self.arrays()
+        x, w, dout = (np.asarray(y).astype(np.float64) for y in (arrays["x"], arrays["w"], cotangent))
         w = w.swapaxes(1, 2) if self.transpose_w else w
         bias = np.zeros((len(w), self.columns))
         if self.bias:
@@ -179,6 +179,7 @@ LONG = {
     "many_tf32": Case((300, 700, 1), 512, 1536, dtype="float32", precision="tf32"),
     "decoding": Case((3, 0, 1, 0, 0, 9, 2, 1) * 8, 1024, 768, activation="silu"),
 }
+ERROR = "largest error"  # the kind of error, for a table
 # `jax-kernels check` runs these cases without --full.
 QUICK = ("plain", "past", "primes", "float32", "tf32", "wide_out")
 TYPICAL = {

@@ -39,11 +39,11 @@ class GroupedCall:
 class GroupedRow:
     """The blocks of a grouped matmul. The first row of a table that matches all facts of a call is used.
 
-    implementation: the implementation's name. forward: the blocks of the matmul and of the gradient of x, for "triton" a
-    MatmulTriton. weight_gradient: the blocks of the gradient of w, likewise: the matmul of x's transpose [K, rows of a
-    group] and the cotangent [rows of a group, N]. mean_rows: the largest mean number of rows of a group; None matches
-    any. bits: of x's dtype. is_aligned: the call's value in GroupedCall; None matches any. measured_on: the GPU on which
-    a call with these blocks was timed; None if on none.
+    implementation: the implementation's name. forward: the blocks of the matmul and of the gradient of x, for "triton"
+    a MatmulTriton. weight_gradient: the blocks of the gradient of w, likewise: the matmul of x's transpose [K, rows of
+    a group] and the cotangent [rows of a group, N]. mean_rows: the largest mean number of rows of a group; None matches
+    any. bits: of x's dtype. is_aligned: the call's value in GroupedCall; None matches any. measured_on: the GPU on
+    which a call with these blocks was timed; None if on none.
     """
 
     implementation: str

@@ -34,8 +34,8 @@ class BlockSpecs:
     attention, attention_decode, attention_fp8: blocks of attention, of decoding, and of 8-bit attention.
     attention_dquery: blocks of the dquery of deterministic backwards. It and attention_fp8 are empty for a GPU without
     such kernels.
-    matmul, matmul_low_bit, grouped, norm: blocks of matmuls, of matmuls with low-bit weights, of grouped matmuls, and of
-    normalisations.
+    matmul, matmul_low_bit, grouped, norm: blocks of matmuls, of matmuls with low-bit weights, of grouped matmuls, and
+    of normalisations.
     dilated_launches: the costs that decide about the launches of dilated attention. ring: strategies of ring_attention.
     If one is None, sm_90's is used.
     """

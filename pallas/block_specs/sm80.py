@@ -218,7 +218,7 @@ MATMUL_LOW_BIT = (
 # Not measured. XLA loops over tiles with a launch or more for each; the Triton kernel is one launch.
 GROUPED_ORDER = (GroupedOrder(names=("triton", "xla")),)
 
-# Not measured. The blocks of MATMUL; a work tile has rows of one group, so that small groups need few rows in a tile.
+# Not measured. A work tile has rows of one group, so that small groups need few rows in a tile.
 GROUPED = (
     GroupedRow(
         implementation="triton",
@@ -227,6 +227,14 @@ GROUPED = (
         forward=MatmulTriton(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=4),
         weight_gradient=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4),
     ),
+    GroupedRow(
+        implementation="triton",
+        bits=16,
+        is_aligned=True,
+        forward=MatmulTriton(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=4),
+        weight_gradient=MatmulTriton(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=4),
+    ),
+    # Rows that are not aligned are loaded value by value: the addresses take the registers of half of the columns.
     GroupedRow(
         implementation="triton",
         bits=16,

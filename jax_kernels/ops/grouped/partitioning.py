@@ -62,4 +62,3 @@ def shared_weight_gradient(
         return partitioned(function, shares)(inputs)
 
     return run
-

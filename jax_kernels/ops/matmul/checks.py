@@ -62,7 +62,8 @@ def check(
         scales = fp8.checked_scales(x, w, x_scale, w_scale, scaling, transpose_w)
     elif (x_scale, w_scale, scaling) != (None, None, None):
         raise ValueError("x_scale, w_scale, scaling: got one without precision='fp8' or arrays of 8 bits, want None")
-    out_dtype = (jnp.dtype(jnp.bfloat16) if is_quantized else given) if out_dtype is None else checked_out_dtype(out_dtype)
+    default = jnp.dtype(jnp.bfloat16) if is_quantized else given
+    out_dtype = default if out_dtype is None else checked_out_dtype(out_dtype)
     depth, columns = reversed(w.shape) if transpose_w else w.shape
     options = MatmulOptions(
         out_dtype=str(out_dtype),

@@ -1,20 +1,21 @@
 """The Triton grouped matmul with its epilogue: out[i] = activation(x[i] @ w[group of i] + bias[group of i]).
 
-A small pass in XLA cuts the rows into tiles that each belong to one group (jax_kernels/inputs/group_tiles.py). A program
-owns the columns of one tile, so that it reads the weights of one group only. The number of programs is enough for any
-sizes of the groups; programs without rows end at once. Per step a program does 2 * block_m * block_n * block_k FLOPs on
+XLA cuts the rows into tiles that each belong to one group (jax_kernels/inputs/group_tiles.py). A program owns block_n
+columns of one tile, so that it reads the weights of one group only. The number of programs is enough for any sizes of
+the groups; programs without rows end at once. Per step a program does 2 * block_m * block_n * block_k FLOPs on
 (block_m + block_n) * block_k values, as in the matmul.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_kernels.inputs.group_tiles import GroupTiles, group_offsets, group_tiles, tile_count
+from jax_kernels.inputs.group_tiles import group_offsets, group_tiles, tile_count
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.kernel_types import Ref
@@ -34,6 +35,13 @@ class InputRefs(Protocol):
     x: Ref
     w: Ref
     bias: Ref | None
+
+
+class ResultRefs(NamedTuple):
+    """The arrays of a GroupedResult in device memory, as refs."""
+
+    out: Ref
+    preactivation: Ref | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +97,7 @@ def grouped_matmul(
 
     def body(*refs: Ref) -> None:
         given, schedule = jax.tree.unflatten(tree, refs[: len(arrays)])
-        _kernel(traits, given, schedule, GroupedResult(*refs[len(arrays) :]))
+        _kernel(traits, given, schedule, ResultRefs(*refs[len(arrays) :]))
 
     found = pl.pallas_call(
         body,
@@ -102,8 +110,11 @@ def grouped_matmul(
     return GroupedResult(*found)
 
 
-def _kernel(traits: Traits, inputs: InputRefs, tiles: GroupTiles, results: GroupedResult) -> None:
-    """Runs one program: computes a block of columns of one tile, and stores it. tiles, results: refs."""
+def _kernel(traits: Traits, inputs: InputRefs, tiles: Sequence[Ref], results: ResultRefs) -> None:
+    """Runs one program: computes a block of columns of one tile, and stores it.
+
+    tiles: the refs of GroupTiles.
+    """
     i, column_block = banded(pl.program_id(0), traits.row_tiles, traits.n_blocks, traits.row_group)
     group, first, end = (plgpu.load(ref.at[i]) for ref in tiles)
     tile = Tile(
@@ -116,11 +127,12 @@ def _kernel(traits: Traits, inputs: InputRefs, tiles: GroupTiles, results: Group
         _store(traits, tile, group, inputs, results)
 
 
-def _store(traits: Traits, tile: Tile, group: jax.Array, inputs: InputRefs, results: GroupedResult) -> None:
+def _store(traits: Traits, tile: Tile, group: jax.Array, inputs: InputRefs, results: ResultRefs) -> None:
     """Computes and stores a work tile of a group. The sums of group G, the rows past the last group, have no steps."""
     is_in_group = group < traits.groups
     of_weights = jnp.minimum(group, traits.groups - 1)
-    sums = _sums(traits, inputs, tile, of_weights, jnp.where(is_in_group, pl.cdiv(traits.k, traits.block_k), 0))
+    steps = is_in_group.astype(jnp.int32) * pl.cdiv(traits.k, traits.block_k)
+    sums = _sums(traits, inputs, tile, of_weights, steps)
     parts = tile.parts(EPILOGUE_COLUMNS)
     for part, z in zip(parts, lax.split(sums, [part.columns.size for part in parts], axis=1), strict=True):
         if inputs.bias is not None:
