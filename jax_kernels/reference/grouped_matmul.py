@@ -38,10 +38,10 @@ def grouped_matmul(inputs: GroupedInputs, options: GroupedOptions) -> GroupedRes
 
     group = group_of_rows(offsets, rows)
     tile = (lax.iota(jnp.int32, rows)[:, None] >= tiles.end).sum(axis=1, dtype=jnp.int32)
-    place = tile * block + lax.iota(jnp.int32, rows) - tiles.first[tile]
+    source = tile * block + lax.iota(jnp.int32, rows) - tiles.first[tile]
     exists = (group < groups)[:, None]
-    of_tiles = lax.map(of_tile, tiles)
-    return GroupedResult(*(jnp.where(exists, y.reshape(-1, columns)[place], 0) for y in of_tiles))
+    of_tiles = [y.reshape(y.shape[0] * block, columns) for y in lax.map(of_tile, tiles)]
+    return GroupedResult(*(jnp.where(exists, y[source], 0) for y in of_tiles))
 
 
 def weight_gradient(inputs: WeightGradientInputs, options: GroupedOptions) -> jax.Array:
