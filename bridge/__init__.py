@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from jax_kernels.bridge.ops.explain import device_info as device_info
     from jax_kernels.bridge.ops.explain import explain as explain
     from jax_kernels.bridge.ops.matmul import gated_matmul as gated_matmul
+    from jax_kernels.bridge.ops.matmul import grouped_matmul as grouped_matmul
     from jax_kernels.bridge.ops.matmul import linear as linear
     from jax_kernels.bridge.ops.matmul import matmul as matmul
     from jax_kernels.bridge.ops.matmul import mlp as mlp
@@ -115,6 +116,7 @@ _MODULES = {
     ),
     "jax_kernels.bridge.ops.matmul": (
         "gated_matmul",
+        "grouped_matmul",
         "linear",
         "matmul",
         "mlp",

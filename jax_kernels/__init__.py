@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jax_kernels.ops.dilated.sequence_parallel import (
         sequence_parallel_dilated_attention as sequence_parallel_dilated_attention,
     )
+    from jax_kernels.ops.grouped.grouped_matmul import grouped_matmul as grouped_matmul
     from jax_kernels.ops.matmul.matmul import gated_matmul as gated_matmul
     from jax_kernels.ops.matmul.matmul import matmul as matmul
     from jax_kernels.ops.matmul.mlp import mlp as mlp
@@ -70,6 +71,7 @@ _MODULES = {
     "jax_kernels.ops.attention.prepare_mask": ("prepare_mask",),
     "jax_kernels.ops.dilated.dilated_attention": ("dilated_attention",),
     "jax_kernels.ops.dilated.sequence_parallel": ("sequence_parallel_dilated_attention",),
+    "jax_kernels.ops.grouped.grouped_matmul": ("grouped_matmul",),
     "jax_kernels.ops.matmul.matmul": (
         "gated_matmul",
         "matmul",

@@ -1,4 +1,4 @@
-"""matmul, gated_matmul, mlp and linear on PyTorch tensors."""
+"""matmul, gated_matmul, mlp, linear and grouped_matmul on PyTorch tensors."""
 
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
@@ -17,16 +17,18 @@ from jax_kernels.bridge.jax_functions.argument_checks import (
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.quantization import Facts, QuantizedTensor, Stored, on_stored, stored
 from jax_kernels.bridge.translate.activations import Activation, is_kept, name_of, with_functions
+from jax_kernels.ops.grouped import grouped_matmul as grouped_ops
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
 from jax_kernels.quantization import check_scaling
 
-__all__ = ["MatmulOptions", "check_scaling_option", "gated_matmul", "linear", "matmul", "mlp"]
+__all__ = ["MatmulOptions", "check_scaling_option", "gated_matmul", "grouped_matmul", "linear", "matmul", "mlp"]
 
 _SETTINGS = torch.get_float32_matmul_precision
 _matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_opaque=True, settings=_SETTINGS)
 _gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_opaque=True, settings=_SETTINGS)
 _mlp = JaxOp(with_functions(mlp_ops.mlp), is_opaque=True, settings=_SETTINGS)
+_grouped_matmul = JaxOp(with_functions(grouped_ops.grouped_matmul), is_opaque=True, settings=_SETTINGS)
 type Weights = torch.Tensor | QuantizedTensor
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -239,6 +241,65 @@ def mlp(
         implementation=implementation,
     )
     return out if wide is None else wide + out
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group_sizes: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | Activation | None = None,
+    transpose_w: bool = False,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.grouped_matmul on PyTorch tensors, for mixtures of experts: each group of rows has its own weights.
+
+    Returns [M, N] in out_dtype: activation(x[i] @ w[g] + bias[g]) for a row i of group g, and 0 for rows past the last
+    group. The gradients are of x, w and bias. Autocast casts x, w and bias.
+
+    Args:
+      x: [M, K], bfloat16, float16 or float32, its rows sorted by group.
+      w: [G, K, N], or [G, N, K] with transpose_w, in x's dtype and on its device.
+      group_sizes: int32 [G], the number of rows of each group. The host does not read them: the call needs no
+        synchronisation, and CUDA graphs can capture it. For the offsets that torch._grouped_mm takes, they are
+        offs.diff(prepend=offs.new_zeros(1)).
+      bias: [G, N], in x's dtype or float32.
+      activation, out_dtype, implementation: as in bridge.matmul.
+      precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
+        "bf16" or "fp16": x and w are rounded to this dtype first.
+
+    It raises the errors of jax_kernels.grouped_matmul, or of bridge.from_jax if they differ.
+    """
+    call = _grouped_matmul.lookup(
+        (x, w, group_sizes, bias), (activation, transpose_w, out_dtype, precision, implementation)
+    )
+    if call and call.cached:
+        return call.cached(call.tensors)
+    check_tensors(x=x, w=w, group_sizes=group_sizes)
+    check_optional_tensors(bias=bias)
+    tensors = {"x": x, "w": w, "group_sizes": group_sizes, "bias": bias}
+    if dtensors.are_in(*tensors.values()):
+        own = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
+        weights = (None, "columns", None) if transpose_w else (None, None, "columns")
+        roles = {"x": (None, None), "w": weights, "group_sizes": (None,), "bias": (None, "columns")}
+        results = ((None, "columns"),)
+        return dtensors.on_shards(grouped_matmul, tensors, roles, results, own | {"implementation": implementation})
+    x, w, bias = _under_autocast(x, w, bias)
+    return _grouped_matmul.run(
+        call if is_kept(activation) else None,
+        x,
+        w,
+        group_sizes,
+        bias=bias,
+        activation=name_of(activation),
+        transpose_w=transpose_w,
+        out_dtype=_dtype_name(out_dtype),
+        precision=_precision(precision, x),
+        implementation=implementation,
+    )
 
 
 def _on_shards(op: Callable[..., torch.Tensor], tensors: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:

@@ -185,9 +185,10 @@ def _suite_of_errors(
 def _own_suite(op: str, module: Any) -> Suite:
     """The Suite of an op whose cases are in a module of its own: CASES, and LONG, for a GPU only.
 
-    module: of jax_kernels.testing, with the functions why_not and errors_by.
+    module: of jax_kernels.testing, with the functions why_not and errors_by, and ERROR, unless it is the default.
     """
-    return _suite_of_errors(module, module.CASES, module.LONG, names=OPS[op].implementations, error=ROOT_MEAN_SQUARE)
+    error = getattr(module, "ERROR", ROOT_MEAN_SQUARE)
+    return _suite_of_errors(module, module.CASES, module.LONG, names=OPS[op].implementations, error=error)
 
 
 def _tiles(module: Any) -> dict[str, Any]:

@@ -36,6 +36,7 @@ _HELP = {
     "sequence_parallel_dilated_attention": "for one device's tokens (--shape), branch by branch.",
     "matmul": "for x of this shape and weights with --columns columns.",
     "gated_matmul": "for x of this shape and weights with --columns columns.",
+    "grouped_matmul": "for x of this shape and the weights of --groups groups, with --columns columns.",
     "mlp": "for its first matmuls, of x of this shape and weights with --columns columns.",
     "layer_norm": "for this shape.",
     "rms_norm": "for this shape.",

@@ -155,6 +155,11 @@ def _columns(call: Call) -> int:
     return call.values["columns"] if "columns" in call.values else call.first.shape[-1]
 
 
+def _of_groups(call: Call) -> tuple[int, int]:
+    """The shape of grouped_matmul's bias: (groups, columns)."""
+    return call.values["groups"], call.values["columns"]
+
+
 def _block_size(call: Call, text: str | None) -> tuple[int, int] | None:
     """(queries, keys) of a block from "128,64" or "128"; None for None. Raises UserError."""
     if text is None:
@@ -268,6 +273,8 @@ OPTIONS: dict[str, Option] = {
     "matmul.bias": Option(help="with a bias", type=bool, is_array=True, value=_vector(_columns)),
     "matmul.precision": _PRODUCT_PRECISION,
     "gated_matmul.precision": _PRODUCT_PRECISION,
+    "grouped_matmul.bias": _flag("with a bias", lambda call: spec(_of_groups(call), call.first.dtype.name)),
+    "grouped_matmul.precision": Option(help="fp32 or tf32, for float32; bf16 or fp16, for any dtype"),
     "mlp.precision": _PRODUCT_PRECISION,
     # norms
     "layer_norm.scale": Option(help="with a scale", type=bool, is_array=True, value=_vector(_columns)),
@@ -279,6 +286,7 @@ OPTIONS: dict[str, Option] = {
 }
 # Arguments that are no options, with the reason. Keys as in OPTIONS.
 NOT_OPTIONS = {
+    "group_sizes": "--groups gives its length",
     "ring_attention.mask": "a masks.Mask, which has no short text",
     "score_mod": "a function",
     "axis_name": "--devices gives the size of the axis",
@@ -293,6 +301,7 @@ SIZES: dict[str, Option] = {
     "dtype": Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32)"),
     "rows.shape": Option(help="x's shape, as in 8192,4096"),
     "columns": Option(help="of the weights, N", type=int, minimum=1),
+    "groups": Option(help="of rows, each with its own weights, G", type=int, minimum=1),
     "hidden": Option(help="columns of w_up, H", type=int, minimum=1),
     "decode_attention.kv_shape": Option(help="the cache's batch,length,heads,head_dim; see --pages"),
     "sharded.shape": Option(help="one device's batch,length,heads,head_dim of query"),
@@ -346,6 +355,7 @@ def sizes_of(op: str) -> dict[str, inspect.Parameter]:
     else:
         found = [("shape", "rows.shape", required)]
         found += [("hidden", "hidden", required)] if "w_down" in arguments else []
+        found += [("groups", "groups", required)] if "group_sizes" in arguments else []
         found += [("columns", "columns", required)] if "transpose_w" in arguments else []
     found += [] if op == "flash_attention_fp8" else [("dtype", "dtype", "bfloat16")]
     return {name: SIZES[key].parameter(name, default) for name, key, default in found}
@@ -369,6 +379,10 @@ def arrays_of(op: str, values: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct
     for name in ("w", "w_gate", "w_up"):
         if name in arguments and arguments[name].default is inspect.Parameter.empty:
             found[name] = weight(shape[-1], columns)
+    if "group_sizes" in arguments:
+        groups = values["groups"]
+        found["w"] = spec((groups, *found["w"].shape), dtype)
+        found["group_sizes"] = spec((groups,), "int32")
     if "w_down" in arguments:
         found["w_down"] = weight(values["hidden"], values["columns"])
     return found

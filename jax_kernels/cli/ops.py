@@ -18,6 +18,7 @@ _ORDER = (
     "masked_attention",
     "matmul",
     "mlp",
+    "grouped_matmul",
     "normalization",
 )
 

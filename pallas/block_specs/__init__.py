@@ -7,6 +7,8 @@ from jax_kernels.pallas.block_specs.lookup import decode_row as decode_row
 from jax_kernels.pallas.block_specs.lookup import dilated_launches as dilated_launches
 from jax_kernels.pallas.block_specs.lookup import dquery_blocks as dquery_blocks
 from jax_kernels.pallas.block_specs.lookup import fp8_row as fp8_row
+from jax_kernels.pallas.block_specs.lookup import grouped_order as grouped_order
+from jax_kernels.pallas.block_specs.lookup import grouped_row as grouped_row
 from jax_kernels.pallas.block_specs.lookup import low_bit_order as low_bit_order
 from jax_kernels.pallas.block_specs.lookup import low_bit_row as low_bit_row
 from jax_kernels.pallas.block_specs.lookup import matmul_order as matmul_order

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedCall, GroupedRow
 from jax_kernels.pallas.block_specs.matmul_specs import LowBitCall, MatmulCall, MatmulLowBitRow, MatmulRow
 from jax_kernels.pallas.block_specs.normalization_specs import NormRow
 from jax_kernels.pallas.block_specs.record import BlockSpecs, first, sm_name
@@ -199,6 +200,22 @@ def low_bit_row(
     """
     call = LowBitCall(rows=rows, bits=bits, weight_bits=weight_bits)
     return _row(compute_capability, implementation, "matmul_low_bit", call)
+
+
+def grouped_order(compute_capability: Capability) -> tuple[tuple[str, ...], str]:
+    """(names of grouped_matmul's implementations in the order in which they are tried, the origin of this order).
+
+    The only name is "xla" without a GPU, and below compute capability 8.0.
+    """
+    return _order(compute_capability, "grouped_order", None)
+
+
+def grouped_row(compute_capability: Capability, implementation: str, call: GroupedCall) -> tuple[GroupedRow, str]:
+    """(the row with the blocks of a grouped matmul, the origin of the row in words).
+
+    Without a GPU the row is sm_80's. Raises LookupError if no row matches.
+    """
+    return _row(compute_capability, implementation, "grouped", call)
 
 
 def norm_order(compute_capability: Capability, *, columns: int) -> tuple[tuple[str, ...], str]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedOrder, GroupedRow
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitRow, MatmulOrder, MatmulRow
 from jax_kernels.pallas.block_specs.normalization_specs import NormOrder, NormRow
 from jax_kernels.pallas.block_specs.specs import (
@@ -29,11 +30,12 @@ class BlockSpecs:
     records.
 
     attention_order: the names of the implementations of attention, in the order in which they are tried. matmul_order,
-    low_bit_order and norm_order are tables of such orders.
+    low_bit_order, grouped_order and norm_order are tables of such orders.
     attention, attention_decode, attention_fp8: blocks of attention, of decoding, and of 8-bit attention.
     attention_dquery: blocks of the dquery of deterministic backwards. It and attention_fp8 are empty for a GPU without
     such kernels.
-    matmul, matmul_low_bit, norm: blocks of matmuls, of matmuls with low-bit weights, and of normalisations.
+    matmul, matmul_low_bit, grouped, norm: blocks of matmuls, of matmuls with low-bit weights, of grouped matmuls, and
+    of normalisations.
     dilated_launches: the costs that decide about the launches of dilated attention. ring: strategies of ring_attention.
     If one is None, sm_90's is used.
     """
@@ -51,6 +53,8 @@ class BlockSpecs:
     matmul: tuple[MatmulRow, ...]
     low_bit_order: tuple[MatmulOrder, ...]
     matmul_low_bit: tuple[MatmulLowBitRow, ...]
+    grouped_order: tuple[GroupedOrder, ...]
+    grouped: tuple[GroupedRow, ...]
     norm_order: tuple[NormOrder, ...]
     norm: tuple[NormRow, ...]
     dilated_launches: DilatedLaunches | None = None

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jax_kernels.pallas.block_specs.sm80 import SM80
-from jax_kernels.pallas.block_specs.sm90 import MATMUL_TRITON
+from jax_kernels.pallas.block_specs.sm90 import GROUPED, MATMUL_TRITON
 
 SM100 = dataclasses.replace(
     SM80,
@@ -11,4 +11,5 @@ SM100 = dataclasses.replace(
     # cuDNN first until the Triton rows, which were chosen for sm_80, are measured on these GPUs.
     attention_order=("cudnn", "triton", "xla"),
     matmul=MATMUL_TRITON,
+    grouped=GROUPED,
 )

@@ -4,6 +4,7 @@ tests/pallas/attention/compile_budget.json has ptxas's registers and spills of e
 yet: the rows are the largest blocks that fit the registers.
 """
 
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedOrder, GroupedRow
 from jax_kernels.pallas.block_specs.matmul_specs import (
     MatmulLowBitRow,
     MatmulLowBitTriton,
@@ -214,6 +215,41 @@ MATMUL_LOW_BIT = (
     ),
 )
 
+# Not measured. XLA loops over tiles with a launch or more for each; the Triton kernel is one launch.
+GROUPED_ORDER = (GroupedOrder(names=("triton", "xla")),)
+
+# Not measured. A work tile has rows of one group, so that small groups need few rows in a tile.
+GROUPED = (
+    GroupedRow(
+        implementation="triton",
+        mean_rows=64,
+        bits=16,
+        forward=MatmulTriton(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=4),
+        weight_gradient=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4),
+    ),
+    GroupedRow(
+        implementation="triton",
+        bits=16,
+        is_aligned=True,
+        forward=MatmulTriton(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=4),
+        weight_gradient=MatmulTriton(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=4),
+    ),
+    # Rows that are not aligned are loaded value by value: the addresses take the registers of half of the columns.
+    GroupedRow(
+        implementation="triton",
+        bits=16,
+        forward=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4),
+        weight_gradient=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4),
+    ),
+    # float32, in tf32 matmuls: a value takes twice the shared memory.
+    GroupedRow(
+        implementation="triton",
+        bits=32,
+        forward=MatmulTriton(block_m=128, block_n=64, block_k=32, num_warps=8, num_stages=3),
+        weight_gradient=MatmulTriton(block_m=128, block_n=64, block_k=32, num_warps=8, num_stages=3),
+    ),
+)
+
 SM80 = BlockSpecs(
     capability=(8, 0),
     attention_order=("triton", "cudnn", "xla"),
@@ -223,6 +259,8 @@ SM80 = BlockSpecs(
     matmul=MATMUL,
     low_bit_order=LOW_BIT_ORDER,
     matmul_low_bit=MATMUL_LOW_BIT,
+    grouped_order=GROUPED_ORDER,
+    grouped=GROUPED,
     norm_order=(NormOrder(names=("triton", "xla")),),
     norm=NORM,
 )

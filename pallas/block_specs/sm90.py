@@ -3,6 +3,7 @@
 The comment at a value gives its reason. benchmarks/notes has the other values that were tried.
 """
 
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedRow
 from jax_kernels.pallas.block_specs.matmul_specs import (
     MatmulLowBitRow,
     MatmulLowBitSm90,
@@ -152,6 +153,20 @@ MATMUL_LOW_BIT = (
     *SM80.matmul_low_bit,
 )
 
+FEW_GROUPED, _, *OTHER_GROUPED = SM80.grouped
+# Not measured. As in MATMUL_TRITON, wgmma leaves registers for twice sm_80's block_k.
+GROUPED = (
+    FEW_GROUPED,
+    GroupedRow(
+        implementation="triton",
+        bits=16,
+        is_aligned=True,
+        forward=MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4),
+        weight_gradient=MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4),
+    ),
+    *OTHER_GROUPED,
+)
+
 # Hopper's time over Triton's, layer norm: forward 0.91 at (32768, 4096), 0.90 at (16384, 8192), 0.99 at (65536, 1024),
 # 0.81 at (8192, 16384); backward 0.82, 0.62, 0.90, 0.47. Fewer columns are not measured.
 NORM_ORDER = (
@@ -245,6 +260,8 @@ SM90 = BlockSpecs(
     matmul=MATMUL,
     low_bit_order=LOW_BIT_ORDER,
     matmul_low_bit=MATMUL_LOW_BIT,
+    grouped_order=SM80.grouped_order,
+    grouped=GROUPED,
     norm_order=NORM_ORDER,
     norm=NORM,
     dilated_launches=DILATED_LAUNCHES,

@@ -26,6 +26,7 @@ PAGES = [x.detach().reshape(4, 16, 2, D) for x in (random(4, 16, 2, D), random(4
 BIAS, SINKS = random(1, H, T, T), random(H)
 MASKS = IDS[:, None, None] < 2, IDS[:, None, :, None] >= IDS[:, None, None]
 X, W, W_UP, W_DOWN, SQUARE = random(5, 8), random(8, 6), random(8, 6, seed=1), random(6, 8), random(8, 8)
+OF_GROUPS = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
 FP8 = random(16, 16).detach().to(torch.float8_e4m3fn), random(16, 16, seed=1).detach().to(torch.float8_e4m3fn)
 GATED_FP8 = {"x": FP8[0], "w_gate": FP8[1], "w_up": FP8[0].T.contiguous(), "w_gate_scale": 1.5, "w_up_scale": 2.5}
 OUTLIERS, OF_8 = random(16, 16).detach() * torch.logspace(-3, 3, 16)[:, None], random(16, 16, seed=1).detach()
@@ -181,6 +182,17 @@ CASES = {
             "activation": ("silu", "relu", F.mish),
             "residual": (None, random(5, 8, seed=1)),
             "transpose_w": ((False, True), {"w_up": SQUARE, "w_down": random(8, 8, seed=1)}),
+        },
+    ),
+    "grouped_matmul": (
+        {"x": X, "w": torch.stack([W, W_UP]), "group_sizes": OF_GROUPS[0]},
+        {
+            "group_sizes": OF_GROUPS,
+            "bias": (None, random(2, 6), random(2, 6, seed=1)),
+            "activation": (None, "relu", F.mish),
+            "transpose_w": ((False, True), {"w": random(2, 8, 8)}),
+            "out_dtype": EIGHT_BITS["out_dtype"],
+            "precision": EIGHT_BITS["precision"],
         },
     ),
     "layer_norm": ({"x": X}, NORM | {"bias": (None, random(8), random(8, seed=1))}),
@@ -465,7 +477,7 @@ def test_option_without_visible_effect_is_part_of_the_key(op, name, direct):
     assert counts[0] < counts[1] == counts[3]
 
 
-@pytest.mark.parametrize("op", ["matmul", "gated_matmul", "mlp"])
+@pytest.mark.parametrize("op", ["matmul", "gated_matmul", "grouped_matmul", "mlp"])
 def test_matmul_precision_setting(op, direct):
     given, _ = CASES[op]
     before, counts = torch.get_float32_matmul_precision(), []

@@ -11,6 +11,7 @@ from jax_kernels import (
     dynamic_mask_attention,
     flash_attention,
     gated_matmul,
+    grouped_matmul,
     layer_norm,
     masks,
     matmul,
@@ -68,6 +69,7 @@ def _losses(x, w):
 CAUSAL = TOKENS[:, None] >= TOKENS
 BEHIND = TOKENS[:, None] > TOKENS  # the first query has no key
 LOWER_BLOCKS = np.kron(np.tril(np.ones((2, 2), bool)), np.ones((4, 4), bool))
+GROUP, GROUP_EXISTS = np.array([0, 0, 2, 2, 2]), np.array([1, 1, 1, 0, 0])[:, None]
 silu, gelu = jax.nn.silu, lambda x: jax.nn.gelu(x, approximate=False)
 # The op, the same function in plain jnp, and the arrays.
 CASES = {
@@ -86,6 +88,11 @@ CASES = {
         lambda x, up, down, gate: mlp(x, up, down, w_gate=gate, activation="silu"),
         lambda x, up, down, gate: (silu(x @ gate) * (x @ up)) @ down,
         (X, W, DOWN, W[::-1]),
+    ),
+    "grouped_matmul": (
+        lambda x, w, bias: grouped_matmul(x, w, np.array([2, 0, 1], np.int32), bias=bias, activation="silu"),
+        lambda x, w, bias: GROUP_EXISTS * silu(jnp.einsum("mk,mkn->mn", x, w[GROUP]) + bias[GROUP]),
+        (X, np.stack([W, DOWN.T, W[::-1]]), np.stack([BIAS, BIAS[::-1], 2 * BIAS])),
     ),
     "low_bit": (
         lambda x, bias: matmul(x, WEIGHTS, bias=bias, activation="silu"),

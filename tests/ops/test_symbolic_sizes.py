@@ -37,10 +37,15 @@ CASES = {
     "dilated": (dilated, ["b, 16, 2, 8"], "batch"),
     "matmul": (functools.partial(jk.matmul, activation="gelu"), ["b, 32", "32, 16"], "m"),
     "gated": (lambda x, w, **o: jk.gated_matmul(x, w, w, **o), ["b, 32", "32, 16"], "m"),
+    "grouped": (lambda x, w, **o: jk.grouped_matmul(x, w[None], jnp.ones(1, int), **o), ["b, 32", "32, 16"], "m"),
     "mlp": (lambda x, w, **o: jk.mlp(x, w, w.T, **o), ["b, 32", "32, 16"], "m"),
     "rms_norm": (jk.rms_norm, ["b, 4, 32", "32"], "rows"),
     "layer_norm": (jk.layer_norm, ["b, 32", "32"], "rows"),
 }
+
+
+KERNELS = [(name, kernel) for name in CASES for kernel in ("mosaic_gpu", "triton")]
+KERNELS.remove(("grouped", "mosaic_gpu"))
 
 
 def structs(shapes):
@@ -149,8 +154,7 @@ def test_symbolic_bias_and_segments(name):
             assert rms_error(got, want) < 1e-6
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "implementation"), KERNELS)
 def test_named_kernel_error_names_the_fix(name, implementation):
     op, shapes, field = CASES[name]
     lower = jax.export.export(jax.jit(functools.partial(op, implementation=implementation)), platforms=["cuda"])

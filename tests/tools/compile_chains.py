@@ -26,6 +26,7 @@ from jax_kernels.bridge.ops.decoding import cached_decoding
 from jax_kernels.bridge.ops.quantization import on_stored
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
+from jax_kernels.ops.grouped.grouped_matmul import grouped_matmul
 from jax_kernels.ops.matmul import matmul
 from jax_kernels.ops.normalization import normalization
 from jax_kernels.quantization.formats import LowBit
@@ -93,6 +94,16 @@ def product(*, with_gradient: bool = False, **given: Any) -> Program:
     return _program(function, [spec(4096, 1024), spec(1024, 2048)], with_gradient, spec(4096, 2048))
 
 
+def grouped(*, with_gradient: bool = False) -> Program:
+    """A grouped matmul of 4096 rows, whose group sizes are an array."""
+    function = lambda x, w, sizes: grouped_matmul(x, w, sizes, activation="silu")
+    call = lambda dout, x, w, sizes: jax.vjp(lambda x, w: function(x, w, sizes), x, w)[1](dout)
+    specs = [spec(4096, 1024), spec(8, 1024, 2048), spec(8, dtype="int32")]
+    if with_gradient:
+        return Program(function=call, specs=[spec(4096, 2048), *specs])
+    return Program(function=lambda *given: (function(*given),), specs=specs)
+
+
 def few_bits(format: str, group: int, *, rows: int = 1, is_gated: bool = False) -> Program:
     """A matmul with low-bit weights [2048, 1024], as the bridge passes them to JAX."""
     layout = LowBit(format=format, group=group)
@@ -136,6 +147,8 @@ CASES: dict[str, Callable[[], Program]] = {
     "layer_norm backward": lambda: norm("layer_norm", with_gradient=True),
     "rms_norm": lambda: norm("rms_norm"),
     "rms_norm backward": lambda: norm("rms_norm", with_gradient=True),
+    "grouped_matmul": grouped,
+    "grouped_matmul backward": lambda: grouped(with_gradient=True),
     "matmul": lambda: product(),
     "matmul backward": lambda: product(with_gradient=True),
     "int4": lambda: few_bits("int4", 128),

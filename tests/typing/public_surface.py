@@ -85,6 +85,8 @@ def matmuls(x: Float[Array, "B T K"], w: Float[Array, "K N"], bias: Float[Array,
     assert_type(jax_kernels.matmul(x, w, activation=jax.nn.silu, out_dtype="bfloat16"), jax.Array)
     assert_type(jax_kernels.matmul(x, jax_kernels.quantize(w, "int4"), precision=None), jax.Array)
     assert_type(jax_kernels.gated_matmul(x, w, w), jax.Array)
+    weights = jnp.stack([w] * 2)
+    assert_type(jax_kernels.grouped_matmul(x[0], weights, jnp.ones(2, int), activation="silu"), jax.Array)
     assert_type(jax_kernels.mlp(x, w, w, w_gate=w), jax.Array)
     assert_type(jax_kernels.dequantize(jax_kernels.quantize(x)), jax.Array)
 

@@ -18,7 +18,16 @@ from jax_kernels.ops.matmul.elementwise import check_elementwise
 from jax_kernels.ops.matmul.implementations import MatmulRequest, request_of
 from jax_kernels.quantization import QuantizedArray
 
-__all__ = ["PRECISIONS", "check", "check_gated", "checked_activation", "checked_bias", "checked_residual"]
+__all__ = [
+    "PRECISIONS",
+    "ROUNDED",
+    "check",
+    "check_gated",
+    "checked_activation",
+    "checked_bias",
+    "checked_out_dtype",
+    "checked_residual",
+]
 
 DTYPES = (*checks.DTYPES, *fp8.DTYPES)
 ROUNDED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -53,7 +62,8 @@ def check(
         scales = fp8.checked_scales(x, w, x_scale, w_scale, scaling, transpose_w)
     elif (x_scale, w_scale, scaling) != (None, None, None):
         raise ValueError("x_scale, w_scale, scaling: got one without precision='fp8' or arrays of 8 bits, want None")
-    out_dtype = (jnp.dtype(jnp.bfloat16) if is_quantized else given) if out_dtype is None else _out_dtype(out_dtype)
+    default = jnp.dtype(jnp.bfloat16) if is_quantized else given
+    out_dtype = default if out_dtype is None else checked_out_dtype(out_dtype)
     depth, columns = reversed(w.shape) if transpose_w else w.shape
     options = MatmulOptions(
         out_dtype=str(out_dtype),
@@ -97,7 +107,7 @@ def _checked_low_bit(
     x, _, precision = _rounded(x, None, precision)
     precision = _checked_precision(precision, x.dtype)
     values, scale = low_bit.checked_stored("w", w, transpose_w, x.shape[-1])
-    out_dtype = given if out_dtype is None else _out_dtype(out_dtype)
+    out_dtype = given if out_dtype is None else checked_out_dtype(out_dtype)
     options = MatmulOptions(
         out_dtype=str(out_dtype),
         transpose_w=True,  # the layout of the stored values
@@ -260,7 +270,7 @@ def checked_residual(residual: Any, out_dtype: Any, shape: tuple[int, ...]) -> A
     return residual
 
 
-def _out_dtype(dtype: Any) -> Any:
+def checked_out_dtype(dtype: Any) -> Any:
     """The argument out_dtype as a NumPy dtype. Raises TypeError unless it is bfloat16, float16 or float32."""
     try:
         found = jnp.dtype(dtype)

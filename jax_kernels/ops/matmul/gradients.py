@@ -19,6 +19,7 @@ from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_f
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = [
+    "ScaledCotangents",
     "batched",
     "epilogue_gradients",
     "further",
@@ -62,7 +63,7 @@ def _backward(call, residuals, dout):
     dbias = None
     if inputs.bias is not None and dout.dtype != inputs.x.dtype:
         dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
-    scaled = _Scaled.of(dz, dup, dout.dtype, inputs.x.dtype)
+    scaled = ScaledCotangents.of(dz, dup, dout.dtype, inputs.x.dtype)
     dz, dup = scaled.dz, scaled.dup
     if inputs.bias is not None and dbias is None:
         dz = lax.optimization_barrier(dz)  # without it XLA writes dz in float32 for the sum and reads it again
@@ -78,7 +79,7 @@ def _backward(call, residuals, dout):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scaled:
+class ScaledCotangents:
     """Cotangents that were divided by `scale` and rounded to x's dtype, for the matmuls of the backward.
 
     dz: the cotangent of x @ w + bias; dup: of x @ w_up, or None. scale: float32, a power of two that brings the largest
@@ -92,7 +93,7 @@ class _Scaled:
     dtype: Any
 
     @classmethod
-    def of(cls, dz: jax.Array, dup: jax.Array | None, of_out: Any, dtype: Any) -> "_Scaled":
+    def of(cls, dz: jax.Array, dup: jax.Array | None, of_out: Any, dtype: Any) -> "ScaledCotangents":
         """The scaled cotangents. dz, dup: float32, dup may be None. of_out: the dtype of out. dtype: the dtype of x."""
         scale, all_of = None, [y for y in (dz, dup) if y is not None]
         if dtype == jnp.float16 and of_out == jnp.float32:

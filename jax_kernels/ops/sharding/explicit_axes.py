@@ -22,7 +22,7 @@ from jax_kernels.tracing.derivatives import NO_SECOND, in_reverse_mode, without_
 from jax_kernels.tracing.explicit_mesh import explicit_mesh, on_auto_axes, with_auto_axes
 from jax_kernels.tracing.manual_axes import as_varying
 
-__all__ = ["as_attention", "as_product", "as_rows", "with_explicit_axes"]
+__all__ = ["as_attention", "as_grouped", "as_product", "as_rows", "with_explicit_axes"]
 
 _NO_SECOND = (
     f"{NO_SECOND}. In a jax.shard_map with Explicit and Manual axes no op has second derivatives: make Explicit axes "
@@ -235,3 +235,19 @@ def as_product(arguments: dict[str, Any]) -> Any:
     names = lambda x: set() if x is None else {x} if isinstance(x, str) else set(x)
     taken = set().union(*map(names, rows))
     return PartitionSpec(*rows, None if names(columns) & taken else columns)
+
+
+def as_grouped(arguments: dict[str, Any]) -> Any:
+    """The PartitionSpec of grouped_matmul's result [M, N]: the columns are sharded like w's.
+
+    arguments: of the op, by name. Raises ValueError if the rows of x or the groups are sharded.
+    """
+    for name, noun in (("x", "rows"), ("w", "groups"), ("group_sizes", "groups")):
+        axes = _spec(arguments[name])[:1]
+        if any(axis is not None for axis in axes):
+            raise ValueError(
+                f"{name}: got {noun} that are sharded over {axes[0]!r}, want all {noun} on each device; call "
+                "grouped_matmul inside jax.shard_map for sharded rows or groups"
+            )
+    columns = _spec(arguments["w"])[1 if arguments.get("transpose_w") else 2 :][:1]
+    return PartitionSpec(None, *columns)

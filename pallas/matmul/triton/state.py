@@ -145,13 +145,13 @@ class Traits:
 class Span(NamedTuple):
     """A part of an axis: `size` indices from `start` on. start: a traced integer.
 
-    length: the length of the axis. block: the size of the blocks that divide the axis, if this span is a part of such a
-    block; None if the span is a block.
+    length: the length of the axis, or a traced index at which the valid part of the axis ends. block: the size of the
+    blocks that divide the axis, if this span is a part of such a block; None if the span is a block.
     """
 
     start: Any
     size: int
-    length: int
+    length: Index
     block: int | None = None
 
     @property

@@ -33,12 +33,19 @@ KERNELS = {
     "rms_norm backward": ["norm_forward_sm90", "norm_backward_sm90"],
     "matmul": ["matmul_sm90"],
     "matmul backward": ["matmul_sm90", "matmul_sm90"],
+    "grouped_matmul": ["grouped_matmul_triton"],
+    "grouped_matmul backward": [
+        "grouped_matmul_triton",
+        "grouped_matmul_triton__1",
+        "grouped_weight_gradient_triton",
+    ],
     "int4": ["matmul_low_bit_sm90", "matmul_join_triton"],
     "mxfp8": ["matmul_low_bit_sm90", "matmul_join_triton"],
     "mxfp4 gated": ["matmul_low_bit_sm90", "matmul_join_triton"],
 }
 # By case: the number of launches, including XLA's.
 LAUNCHES = {
+    "grouped_matmul": 3,  # two for the schedule
     "inference": 1,
     "forward": 1,
     "forward odd": 1,

@@ -63,6 +63,10 @@ DIFFERENTIABLE = {
         lambda x, up, down, gate: bridge.mlp(x, up, down, w_gate=gate),
         [X, random(8, 6), random(6, 8), random(8, 6, seed=2)],
     ),
+    "grouped_matmul": (
+        lambda x, w, b: bridge.grouped_matmul(x, w, IDS[0, :3] + 1, bias=b, activation="tanh"),
+        [X, random(3, 8, 6), random(3, 6)],
+    ),
     "layer_norm": (
         lambda x, s, b, r: bridge.layer_norm(x, s, b, residual=r),
         [X, random(8), random(8, seed=1), random(5, 8, seed=1)],

@@ -25,6 +25,7 @@ from jax_kernels import (
     dynamic_mask_attention,
     flash_attention,
     gated_matmul,
+    grouped_matmul,
     layer_norm,
     masks,
     matmul,
@@ -80,6 +81,8 @@ def cases(length, dim, implementation):
     sums = {"all-reduce"}
     x, w, wide = (4, 16, 128), (128, 256), (4, 16, 256)
     multiply = lambda *xw, **options: matmul(*xw, implementation=implementation, **options)
+    grouped = lambda x, w, n, **options: grouped_matmul(x, w, 9 * n, implementation="triton", **options)
+    groups, columns_of_data = ((64, 128), (4, 128, 256), ("ids", (4,))), P(None, "data")
     columns, by_rows = P(None, "tensor"), P("data", "tensor")
     up, down = (128, 256), (256, 128)
     low_bits = lambda x, w, format: multiply(x, quantize(w, format, axis=-2))
@@ -177,6 +180,11 @@ def cases(length, dim, implementation):
             both(lambda *a: gated_matmul(*a, activation="silu", implementation=implementation)), (x, w, w),
             (ROWS, columns, columns), sums,
         ),
+        "grouped": (
+            both(lambda x, w, b, n: grouped(x, w, n, bias=b, activation="silu"), 3),
+            (*groups[:2], (4, 256), groups[2]), (ONE, P(None, None, "data"), columns_of_data, ONE), sums,
+        ),
+        "grouped depth": (both(grouped, 2), groups, (columns, P(None, "tensor", "data"), ONE), sums),
         "blocks": (
             both(lambda x, s, w: blocks(x, s, w, implementation), 3), (x, (128,), (128, 128)), (ROWS, ONE, ONE), sums,
         ),

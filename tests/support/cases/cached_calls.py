@@ -112,6 +112,10 @@ CALLS = {
     ),
     "gated_matmul": (bridge.gated_matmul, [random(5, 8), random(8, 6), random(8, 6, seed=1)]),
     "mlp": (bridge.mlp, [random(5, 8), random(8, 6), random(6, 8)]),
+    "grouped_matmul": (
+        lambda x, w, bias: bridge.grouped_matmul(x, w, LENGTHS[:1].repeat(2), bias=bias, activation="silu"),
+        [random(11, 8), random(2, 8, 6), random(2, 6)],
+    ),
     "layer_norm": (bridge.layer_norm, [random(5, 8), random(8), random(8)]),
     "rms_norm": (bridge.rms_norm, [random(5, 8), random(8)]),
     "residual norm": (lambda x, r: bridge.rms_norm(x, residual=r)[0], [random(5, 8), random(5, 8, seed=1)]),

@@ -1,0 +1,62 @@
+"""The arrays, options and results of a grouped matmul, from the public op down to a kernel."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int32
+
+
+class GroupedInputs(NamedTuple):
+    """The arrays of a call. bias is None in a call without one.
+
+    x: [M, K], its rows sorted by group. w: [G, K, N] in x's dtype; [G, N, K] with transpose_w. group_sizes: [G], the
+    number of rows of each group. bias: [G, N], x's dtype or float32.
+    """
+
+    x: Float[Array, "M K"]
+    w: Float[Array, "G K N"] | Float[Array, "G N K"]
+    group_sizes: Int32[Array, " G"]
+    bias: Float[Array, "G N"] | None = None
+
+
+class GroupedResult(NamedTuple):
+    """The results of a call, [M, N] each, in the call's out_dtype. Rows past the last group are 0.
+
+    preactivation: x @ w + bias, None if it is not wanted. Its rows past the last group are 0 too.
+    """
+
+    out: Float[Array, "M N"]
+    preactivation: Float[Array, "M N"] | None = None
+
+
+class WeightGradientInputs(NamedTuple):
+    """The arrays of the gradient of w. x: [M, K]. dz: [M, N], x's dtype, the cotangent of x @ w. group_sizes: [G]."""
+
+    x: Float[Array, "M K"]
+    dz: Float[Array, "M N"]
+    group_sizes: Int32[Array, " G"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedOptions:
+    """The static half of a call: hashable, so that it can key a jit cache.
+
+    Row i of group g is out[i] = activation(x[i] @ w[g] + bias[g]), in float32 from the matmul on.
+
+    out_dtype: of the results. activation: an elementwise function in jnp, or None. precision: of float32 matmuls,
+    "fp32" or "tf32"; otherwise None. saves_preactivation: whether the result has the preactivation.
+
+    In the gradient of w, out_dtype and transpose_w are those of the gradient.
+    """
+
+    out_dtype: str
+    transpose_w: bool = False
+    activation: Callable[[Array], Array] | None = None
+    precision: str | None = None
+    saves_preactivation: bool = False
+
+    def sizes(self, inputs: GroupedInputs) -> tuple[int, int, int, int]:
+        """(G, M, N, K)."""
+        groups, *weight = inputs.w.shape
+        return groups, inputs.x.shape[0], weight[0 if self.transpose_w else 1], inputs.x.shape[1]

@@ -1,0 +1,1 @@
+"""The op grouped_matmul: its checks, its table of implementations and its gradients."""

@@ -1,0 +1,100 @@
+"""The checks of grouped_matmul's arguments."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import dispatch
+from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
+from jax_kernels.ops import checks
+from jax_kernels.ops.grouped.implementations import GroupedRequest, request_of
+from jax_kernels.ops.matmul.checks import ROUNDED, checked_activation, checked_out_dtype
+from jax_kernels.quantization import QuantizedArray
+
+__all__ = ["check"]
+
+
+def check(
+    *, x, w, group_sizes, bias=None, activation=None, transpose_w=False, out_dtype=None, precision=None,
+    implementation=None,
+) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:  # fmt: skip
+    """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents.
+
+    In the arrays, x and w are rounded if precision is "bf16" or "fp16", and group_sizes is int32.
+    """
+    checks.check_flags(transpose_w=transpose_w)
+    checks.check_names(precision=precision, implementation=implementation)
+    x, w = _checked_operands(x, w, transpose_w)
+    given, groups, columns = x.dtype, w.shape[0], w.shape[1 if transpose_w else 2]
+    precision = _checked_precision(precision, x.dtype)
+    if precision in ROUNDED:
+        x, w = (checks.converted(y, ROUNDED[precision]) for y in (x, w))
+    options = GroupedOptions(
+        out_dtype=str(given if out_dtype is None else checked_out_dtype(out_dtype)),
+        transpose_w=bool(transpose_w),
+        activation=checked_activation(activation),
+        precision=None if precision in ROUNDED else precision,
+    )
+    inputs = GroupedInputs(
+        x=x,
+        w=w,
+        group_sizes=_checked_sizes(group_sizes, groups, x.shape[0]),
+        bias=None if bias is None else _checked_bias(bias, x.dtype, (groups, columns)),
+    )
+    return request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x)), inputs, options
+
+
+def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
+    """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError."""
+    for name, y in {"x": x, "w": w}.items():
+        if isinstance(y, QuantizedArray):
+            raise TypeError(f"{name}: got a QuantizedArray, want bfloat16, float16 or float32; matmul takes these")
+    x, w = checks.checked_array("x", x), checks.checked_array("w", w)
+    if x.dtype not in checks.DTYPES:
+        raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")
+    if w.dtype != x.dtype:
+        raise TypeError(f"w: got dtype {w.dtype}, want x's dtype {x.dtype}")
+    want = "[G, N, K]" if transpose_w else "[G, K, N]"
+    if x.ndim != 2:
+        raise ValueError(f"x: got shape {x.shape}, want [M, K]")
+    if w.ndim != 3 or w.shape[2 if transpose_w else 1] != x.shape[1]:
+        raise ValueError(f"w: got shape {w.shape}, want {want} with x's K = {x.shape[1]}")
+    return x, w
+
+
+def _checked_precision(precision: str | None, dtype: Any) -> str | None:
+    """The precision of a call with x in this dtype; "fp32" instead of None for float32. Raises ValueError."""
+    if precision not in (None, "fp32", "tf32", *ROUNDED):
+        raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32', 'bf16', 'fp16' or None")
+    if precision in ("fp32", "tf32") and dtype != jnp.float32:
+        raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want 'bf16', 'fp16' or None")
+    return "fp32" if precision is None and dtype == jnp.float32 else precision
+
+
+def _checked_sizes(group_sizes: Any, groups: int, rows: int) -> Any:
+    """group_sizes as int32 [G]. Values of an array on a device are not read. Raises TypeError or ValueError."""
+    if not isinstance(group_sizes, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"group_sizes: got {type(group_sizes).__name__}, want an array of integers")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes: got dtype {group_sizes.dtype}, want int32")
+    if group_sizes.shape != (groups,):
+        raise ValueError(f"group_sizes: got shape {group_sizes.shape}, want [G] = {(groups,)}, a size for each of w")
+    if isinstance(group_sizes, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(group_sizes.shape, jnp.dtype(jnp.int32))
+    if jnp.iinfo(group_sizes.dtype).bits >= 32:  # no group has more than all rows, and int32 holds their number
+        group_sizes = (np if isinstance(group_sizes, np.ndarray) else jnp).minimum(group_sizes, rows)
+        if jnp.iinfo(group_sizes.dtype).min < 0:
+            group_sizes = (np if isinstance(group_sizes, np.ndarray) else jnp).maximum(group_sizes, 0)
+    return jnp.asarray(group_sizes).astype(jnp.int32)
+
+
+def _checked_bias(bias: Any, dtype: Any, shape: tuple[int, int]) -> Any:
+    """The bias [G, N] as a jax.Array. dtype: x's. Raises TypeError or ValueError for a bad dtype or shape."""
+    bias = checks.checked_array("bias", bias)
+    if bias.dtype not in (dtype, jnp.dtype(jnp.float32)):
+        raise TypeError(f"bias: got dtype {bias.dtype}, want x's dtype {dtype}, or float32")
+    if bias.shape != shape:
+        raise ValueError(f"bias: got shape {bias.shape}, want [G, N] = {shape}")
+    return bias

@@ -1,0 +1,135 @@
+"""The planned grouped matmul with its gradients: a grouped matmul for x, and a sum over each group's rows for w."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels import dispatch
+from jax_kernels.inputs.group_tiles import group_offsets
+from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult, WeightGradientInputs
+from jax_kernels.inputs.matmul import in_range
+from jax_kernels.ops.grouped.implementations import IMPLEMENTATIONS, OP, request_of
+from jax_kernels.ops.grouped.partitioning import shared_matmul, shared_weight_gradient
+from jax_kernels.ops.matmul.gradients import ScaledCotangents
+from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, no_calls
+from jax_kernels.reference.grouped_matmul import sum_of_rows
+from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = ["planned"]
+
+
+def planned(call: PlannedCall, inputs: GroupedInputs) -> jax.Array:
+    """out [M, N] of a planned grouped_matmul, differentiable."""
+    if call.implementation == "xla":
+        return _plain(call, inputs)
+    return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode("grouped_matmul")))
+
+
+def _out(call, inputs):
+    return _forward_of(call)(inputs).out
+
+
+@under_defaults
+def _forward(call, inputs):
+    options = dataclasses.replace(call.options, saves_preactivation=call.options.activation is not None)
+    result = _forward_of(dataclasses.replace(call, options=options))(inputs)
+    return result.out, (inputs, result.preactivation)
+
+
+@under_defaults
+def _backward(call, residuals, dout):
+    """(GroupedInputs of the gradients,). dout: the cotangent of out, [M, N]."""
+    inputs, z = residuals
+    dz = dout.astype(jnp.float32)
+    if z is not None:
+        wide = in_range(z.astype(jnp.float32), z.dtype)
+        dz = jax.vjp(lambda z: call.options.activation(z).astype(jnp.float32), wide)[1](dz)[0]
+    rows = inputs.x.shape[0]
+    end = group_offsets(inputs.group_sizes, rows)[-1] if inputs.w.shape[0] else 0
+    dz = jnp.where(lax.iota(jnp.int32, rows)[:, None] < end, dz, 0)  # rows past the last group may hold anything
+    dbias = None if inputs.bias is None else sum_of_rows(dz, inputs.group_sizes).astype(inputs.bias.dtype)
+    scaled = ScaledCotangents.of(dz, None, dout.dtype, inputs.x.dtype)
+    dx = scaled.back(functools.partial(_dx, call, inputs, scaled.dz))
+    dw = scaled.back(functools.partial(_dw, call, inputs, scaled.dz))
+    return (GroupedInputs(x=dx, w=dw, group_sizes=None, bias=dbias),)  # type: ignore[arg-type]
+
+
+def _dx(call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, out_dtype: str | None = None) -> jax.Array:
+    """The gradient of x [M, K]: dz [M, N] times each group's transposed weights. out_dtype: None is x's dtype."""
+    options = GroupedOptions(
+        out_dtype=out_dtype or str(dz.dtype),
+        transpose_w=not call.options.transpose_w,
+        precision=call.options.precision,
+    )
+    given = GroupedInputs(x=dz, w=inputs.w, group_sizes=inputs.group_sizes)
+    request = request_of(options, dz.dtype, options.sizes(given), dispatch.target_device(dz))
+    serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
+    return _forward_of(OP.call(request, options, call.implementation if serves else "xla"))(given).out
+
+
+def _dw(call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, out_dtype: str | None = None) -> jax.Array:
+    """The gradient of w, in w's shape. out_dtype: None is x's dtype."""
+    options = GroupedOptions(
+        out_dtype=out_dtype or str(dz.dtype),
+        transpose_w=call.options.transpose_w,
+        precision=call.options.precision,
+    )
+    given = WeightGradientInputs(x=inputs.x, dz=dz, group_sizes=inputs.group_sizes)
+    return _weight_gradient_of(dataclasses.replace(call, options=options))(given)
+
+
+_by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
+_by_kernels.defvjp(_forward, _backward)
+_plain = in_both_modes(_out, _forward, _backward)
+
+
+def _forward_of(call: PlannedCall) -> Callable[[GroupedInputs], GroupedResult]:
+    """A function from GroupedInputs to the GroupedResult of the call's implementation."""
+    return functools.partial(_run, call, "forward") if call.implementation == "xla" else _shared_forward(call)
+
+
+def _weight_gradient_of(call: PlannedCall) -> Callable[[WeightGradientInputs], jax.Array]:
+    """A function from WeightGradientInputs to the gradient of w by the call's implementation."""
+    return functools.partial(_run, call, "backward") if call.implementation == "xla" else _shared_weight_gradient(call)
+
+
+def _run(call: PlannedCall, direction: str, inputs: Any) -> Any:
+    function = getattr(IMPLEMENTATIONS[call.implementation], direction)
+    return function(inputs, call.options, config=call.config, interpret=call.interpret)
+
+
+@functools.lru_cache(maxsize=MOST_CALLS)
+def _shared_forward(call: PlannedCall) -> Callable[[GroupedInputs], GroupedResult]:
+    return _one_by_one(shared_matmul(functools.partial(_run, call, "forward"), call.options))
+
+
+@functools.lru_cache(maxsize=MOST_CALLS)
+def _shared_weight_gradient(call: PlannedCall) -> Callable[[WeightGradientInputs], jax.Array]:
+    return _one_by_one(shared_weight_gradient(functools.partial(_run, call, "backward"), call.options))
+
+
+def _one_by_one(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function of a tree of arrays, with a rule by which the calls of a vmap run one after the other."""
+    wrapped = jax.custom_batching.custom_vmap(function)
+
+    @wrapped.def_vmap
+    def _(size: int, mapped: Any, inputs: Any) -> Any:
+        if size == 0:
+            return no_calls(wrapped, mapped, (inputs,))
+        leaves, tree = jax.tree.flatten(inputs)
+        moving = [i for i, is_mapped in enumerate(jax.tree.leaves(mapped[0])) if is_mapped]
+
+        def of_call(arrays: list[jax.Array]) -> Any:
+            given = dict(zip(moving, arrays, strict=True))
+            return wrapped(jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)]))
+
+        results = lax.map(of_call, [leaves[i] for i in moving])
+        return results, jax.tree.map(lambda _: True, results)
+
+    return wrapped

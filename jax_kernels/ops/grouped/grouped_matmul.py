@@ -1,0 +1,91 @@
+"""grouped_matmul: the matmul of a mixture of experts, where each group of rows has its own weights."""
+
+from collections.abc import Callable
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jax_kernels.ops.grouped import gradients
+from jax_kernels.ops.grouped.checks import check
+from jax_kernels.ops.grouped.implementations import OP
+from jax_kernels.ops.sharding.explicit_axes import as_grouped, with_explicit_axes
+from jax_kernels.plain_numbers import with_plain_numbers
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = ["grouped_matmul"]
+
+
+@with_plain_numbers("transpose_w")
+@with_explicit_axes(as_grouped)
+@under_defaults
+def grouped_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "G K N"] | Float[Array, "G N K"],
+    group_sizes: Int[Array, " G"],
+    *,
+    bias: Float[Array, "G N"] | None = None,
+    activation: str | Callable[[jax.Array], jax.Array] | None = None,
+    transpose_w: bool = False,
+    out_dtype: DTypeLike | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """The matmul of rows that are sorted by group, each with its group's weights, with a bias and an activation.
+
+    The first group_sizes[0] rows of x belong to group 0, the next group_sizes[1] rows to group 1, and so on. This is
+    jax.lax.ragged_dot with an epilogue. Equivalent to the following JAX code, in float32 after the matmul::
+
+        group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right")
+        w = w.mT if transpose_w else w
+        out = jnp.einsum("mk,mkn->mn", x, w[group]) + bias[group]
+        out = jnp.where(group[:, None] < len(w), activation(out), 0).astype(out_dtype)
+
+    A group may have any number of rows, also none. Rows past the last group give 0, also with a bias, and have no
+    influence on gradients. group_sizes stays on the device: the host does not wait for its values, and a program is
+    compiled for all sizes.
+
+    The gradient of w sums each group's rows in float32. With an activation, the forward of a differentiated call also
+    saves x @ w + bias, in out_dtype, and the backward takes the activation's derivative at this value.
+
+    Args:
+      x: [M, K], bfloat16, float16 or float32.
+      w: [G, K, N] in x's dtype; [G, N, K] with transpose_w.
+      group_sizes: [G], integers. Sizes below 0 count as 0. If the sum is above M, the groups end at row M.
+      bias: [G, N], in x's dtype or float32.
+      activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise jnp function of
+        float32. It may not close over traced arrays.
+      transpose_w: whether w is [G, N, K].
+      out_dtype: bfloat16, float16 or float32; None is x's dtype.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all inputs, "bf16" or "fp16":
+        x and w are first rounded to it. None is x's dtype.
+      implementation: "triton" or "xla"; None picks the device's first that supports the call. Only "xla" has
+        derivatives in forward mode (jax.jvp) and second derivatives.
+
+    Returns:
+      out [M, N] in out_dtype.
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, a value is out of range, or x's rows or the groups are sharded over
+        Explicit mesh axes.
+      NotImplementedError: a named implementation cannot serve this call; the message has the reason.
+
+    Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (2022), arXiv:2211.15841.
+    """
+    request, inputs, options = check(
+        x=x,
+        w=w,
+        group_sizes=group_sizes,
+        bias=bias,
+        activation=activation,
+        transpose_w=transpose_w,
+        out_dtype=out_dtype,
+        precision=precision,
+        implementation=implementation,
+    )
+    return gradients.planned(OP.call(request, options, implementation), as_varying(inputs, varying_axes(inputs)))
+
+
+OP.explained_by(check)(grouped_matmul)

@@ -1,0 +1,111 @@
+"""grouped_matmul's request, and its implementations."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from jax_kernels.dispatch import Implementation, Request, without_blocks
+from jax_kernels.inputs.grouped_matmul import GroupedOptions
+from jax_kernels.ops import unsupported
+from jax_kernels.ops.activations import not_for_triton
+from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedCall
+from jax_kernels.pallas.grouped.triton.matmul import grouped_matmul as triton_matmul
+from jax_kernels.pallas.grouped.triton.weight_gradient import weight_gradient as triton_weight_gradient
+from jax_kernels.pallas.triton.tensors import reaches
+from jax_kernels.reference import grouped_matmul as reference
+
+__all__ = ["IMPLEMENTATIONS", "OP", "GroupedRequest", "request_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedRequest(Request):
+    """A grouped matmul without its arrays: x [m, k], w [groups, k, n].
+
+    dtype: x's. activation: a function, or None. precision: of float32 matmuls.
+    """
+
+    SIZES: ClassVar[tuple[str, ...]] = ("groups", "m", "n", "k")
+
+    groups: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+    activation: Any
+    precision: str | None
+
+
+def request_of(options: GroupedOptions, dtype: Any, sizes: tuple[int, int, int, int], device: Any) -> GroupedRequest:
+    """The GroupedRequest for these options. dtype: x's. sizes: (G, M, N, K). device: the DeviceInfo of the GPU."""
+    groups, m, n, k = sizes
+    return GroupedRequest(
+        op="grouped_matmul",
+        device=device,
+        groups=groups,
+        m=m,
+        n=n,
+        k=k,
+        dtype=str(dtype),
+        out_dtype=options.out_dtype,
+        activation=options.activation,
+        precision=options.precision,
+    )
+
+
+def _supports_triton(request: GroupedRequest) -> str | None:
+    """The reason, in words for users, why the Triton kernels cannot serve the request; None if they can."""
+    if reason := unsupported.no_triton(request):
+        return reason
+    if request.precision == "fp32":
+        return "its float32 matmuls use tf32, which needs precision='tf32'"
+    shapes = (request.m, request.k), (request.groups, request.k, request.n), (request.m, request.n)
+    itemsize = jnp.dtype(request.dtype).itemsize
+    if not all(reaches(math.prod(shape), itemsize) for shape in shapes):
+        return unsupported.OUT_OF_REACH
+    return not_for_triton(request.activation) or unsupported.no_gpu(request)
+
+
+def _config(request: GroupedRequest, implementation: str) -> tuple[Blocks, str]:
+    """(Blocks, the source of their block spec row) for a request. Their `backward` is for the gradient of w."""
+    itemsize = jnp.dtype(request.dtype).itemsize
+    call = GroupedCall(
+        rows=request.m,
+        groups=request.groups,
+        bits=8 * itemsize,
+        is_aligned=all(columns * itemsize % 16 == 0 for columns in (request.n, request.k)),
+    )
+    row, source = block_specs.grouped_row(request.device.compute_capability, implementation, call)
+    return Blocks(forward=row.forward, backward=row.weight_gradient, core_count=request.device.core_count), source
+
+
+def _xla(inputs, options, *, config, interpret):
+    return reference.grouped_matmul(inputs, options)
+
+
+def _xla_weight_gradient(inputs, options, *, config, interpret):
+    return reference.weight_gradient(inputs, options)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(
+        "triton",
+        _supports_triton,
+        functools.partial(_config, implementation="triton"),
+        kernel(triton_matmul, once=True),
+        kernel(triton_weight_gradient, "backward", once=True),
+    ),
+    "xla": Implementation("xla", lambda request: None, without_blocks, _xla, _xla_weight_gradient),
+}
+
+
+def _order(request: GroupedRequest) -> tuple[tuple[str, ...], str]:
+    return block_specs.grouped_order(request.device.compute_capability)
+
+
+OP = PlannedOp("grouped_matmul", IMPLEMENTATIONS, _order)

@@ -1,0 +1,101 @@
+"""grouped_matmul in plain jnp: the implementation "xla", and the equations of the kernels.
+
+jax.lax.ragged_dot on a GPU multiplies all rows by the weights of all groups. Here a loop over tiles, each with rows of
+one group, multiplies each row by its own group's weights.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.inputs.group_tiles import GroupTiles, group_of_rows, group_offsets, group_tiles
+from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult, WeightGradientInputs
+from jax_kernels.reference.matmul import PRECISIONS
+
+__all__ = ["grouped_matmul", "sum_of_rows", "weight_gradient"]
+
+# Fewer rows leave tensor cores idle; more rows waste work in a group's last tile.
+LEAST_ROWS, MOST_ROWS = 16, 1024
+
+
+def grouped_matmul(inputs: GroupedInputs, options: GroupedOptions) -> GroupedResult:
+    """The GroupedResult of a call, by the equation in GroupedOptions' docstring. Products are summed in float32."""
+    groups, rows, columns, _ = options.sizes(inputs)
+    if rows == 0 or groups == 0:
+        out = jnp.zeros((rows, columns), options.out_dtype)
+        return GroupedResult(out=out, preactivation=out if options.saves_preactivation else None)
+    offsets, block = group_offsets(inputs.group_sizes, rows), _block(rows, groups)
+    tiles = group_tiles(offsets, rows, block)
+
+    def of_tile(tile: GroupTiles) -> list[jax.Array]:
+        group = jnp.minimum(tile.group, groups - 1)
+        z = _dot(_rows(inputs.x, tile, block), inputs.w[group], (1, 1 if options.transpose_w else 0), options)
+        z = z if inputs.bias is None else z + inputs.bias[group].astype(jnp.float32)
+        out = z if options.activation is None else options.activation(z)
+        return [y.astype(options.out_dtype) for y in ((out, z) if options.saves_preactivation else (out,))]
+
+    group = group_of_rows(offsets, rows)
+    tile = (lax.iota(jnp.int32, rows)[:, None] >= tiles.end).sum(axis=1, dtype=jnp.int32)
+    source = tile * block + lax.iota(jnp.int32, rows) - tiles.first[tile]
+    exists = (group < groups)[:, None]
+    of_tiles = [y.reshape(y.shape[0] * block, columns) for y in lax.map(of_tile, tiles)]
+    return GroupedResult(*(jnp.where(exists, y[source], 0) for y in of_tiles))
+
+
+def weight_gradient(inputs: WeightGradientInputs, options: GroupedOptions) -> jax.Array:
+    """The gradient of w: for each group, the sum of x[i]ᵀ dz[i] over its rows, in float32, rounded once.
+
+    [G, K, N] in options.out_dtype; [G, N, K] with transpose_w.
+    """
+    first, second = (inputs.dz, inputs.x) if options.transpose_w else (inputs.x, inputs.dz)
+    groups, rows = inputs.group_sizes.shape[0], first.shape[0]
+    total = jnp.zeros_like(first, jnp.float32, shape=(groups, first.shape[1], second.shape[1]))
+    if rows == 0 or groups == 0:
+        return total.astype(options.out_dtype)
+    block = _block(rows, groups)
+
+    def step(total: jax.Array, tile: GroupTiles) -> tuple[jax.Array, None]:
+        group = jnp.minimum(tile.group, groups - 1)
+        exists = (tile.first + lax.iota(jnp.int32, block) < tile.end) & (tile.group < groups)
+        a, b = (jnp.where(exists[:, None], _rows(y, tile, block), 0) for y in (first, second))
+        return lax.dynamic_update_index_in_dim(total, total[group] + _dot(a, b, (0, 0), options), group, 0), None
+
+    total, _ = lax.scan(step, total, group_tiles(group_offsets(inputs.group_sizes, rows), rows, block))
+    return total.astype(options.out_dtype)
+
+
+def sum_of_rows(dz: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """float32 [G, N]: the sum of the rows of each group. dz: [M, N]. A group's NaN stays in the group."""
+    rows, groups = dz.shape[0], group_sizes.shape[0]
+    if rows == 0 or groups == 0:
+        return jnp.zeros((groups, dz.shape[1]), jnp.float32)
+    block = _block(rows, groups)
+    tiles = group_tiles(group_offsets(group_sizes, rows), rows, block)
+    row = tiles.first[:, None] + lax.iota(jnp.int32, block)
+    exists = (row < tiles.end[:, None])[..., None]
+    of_tiles = jnp.where(exists, dz.at[row].get(mode="clip").astype(jnp.float32), 0).sum(axis=1)
+    is_in_group = (tiles.group == lax.iota(jnp.int32, groups)[:, None])[..., None]
+    return jnp.where(is_in_group, of_tiles, 0).sum(axis=1)
+
+
+def _block(rows: Any, groups: Any) -> int:
+    """The rows of a tile: about a group's mean size. Symbolic sizes have no mean."""
+    if not (isinstance(rows, int) and isinstance(groups, int)):
+        return 128
+    return min(max(LEAST_ROWS, 1 << (-(-rows // groups) - 1).bit_length()), MOST_ROWS)
+
+
+def _rows(x: jax.Array, tile: GroupTiles, block: int) -> jax.Array:
+    """The rows of x from the tile's first row on, [block, columns]: rows past x's end repeat its last row."""
+    return x.at[tile.first + lax.iota(jnp.int32, block)].get(mode="clip")
+
+
+def _dot(x: Any, w: Any, axes: tuple[int, int], options: GroupedOptions) -> jax.Array:
+    """The matmul over these axes of x and w, in float32, in the options' precision."""
+    precision: Any = PRECISIONS[options.precision]
+    if options.precision == "tf32" and jax.default_backend() != "gpu":
+        precision = lax.Precision.HIGHEST  # XLA has tf32 only on GPUs
+    contracted = ((axes[:1], axes[1:]), ((), ()))
+    return lax.dot_general(x, w, contracted, precision, preferred_element_type=jnp.float32)

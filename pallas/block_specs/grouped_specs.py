@@ -1,0 +1,63 @@
+"""The types of the block spec rows of grouped matmuls."""
+
+import dataclasses
+from typing import Any
+
+from jax_kernels.pallas.block_specs.specs import TimedGpu
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedOrder:
+    """The order in which implementations of a grouped matmul are tried.
+
+    names: of the implementations, in order. measured_on: the GPU on which the order was timed; None if on none.
+    """
+
+    names: tuple[str, ...]
+    measured_on: TimedGpu | None = None
+
+    def serves(self, call: None) -> bool:
+        """True: the order holds for all calls."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedCall:
+    """The facts of a grouped matmul that determine the row with its blocks.
+
+    rows: of x. groups: their number. bits: of x's dtype. is_aligned: whether all rows in memory begin at multiples of
+    16 bytes.
+    """
+
+    rows: int
+    groups: int
+    bits: int
+    is_aligned: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedRow:
+    """The blocks of a grouped matmul. The first row of a table that matches all facts of a call is used.
+
+    implementation: the implementation's name. forward: the blocks of the matmul and of the gradient of x, for "triton"
+    a MatmulTriton. weight_gradient: the blocks of the gradient of w, likewise: the matmul of x's transpose [K, rows of
+    a group] and the cotangent [rows of a group, N]. mean_rows: the largest mean number of rows of a group; None matches
+    any. bits: of x's dtype. is_aligned: the call's value in GroupedCall; None matches any. measured_on: the GPU on
+    which a call with these blocks was timed; None if on none.
+    """
+
+    implementation: str
+    forward: Any
+    weight_gradient: Any
+    mean_rows: int | None = None
+    bits: int | None = None
+    is_aligned: bool | None = None
+    measured_on: TimedGpu | None = None
+
+    def serves(self, call: GroupedCall) -> bool:
+        """Whether the row matches all facts of the call."""
+        return (
+            (self.mean_rows is None or call.rows <= self.mean_rows * call.groups)
+            and self.bits in (None, call.bits)
+            and self.is_aligned in (None, call.is_aligned)
+        )

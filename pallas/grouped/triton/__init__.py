@@ -1,0 +1,1 @@
+"""Grouped matmul in Pallas-Triton: sm_80 and later."""

@@ -1,0 +1,164 @@
+"""The Triton grouped matmul with its epilogue: out[i] = activation(x[i] @ w[group of i] + bias[group of i]).
+
+XLA cuts the rows into tiles that each belong to one group (jax_kernels/inputs/group_tiles.py). A program owns block_n
+columns of one tile, so that it reads the weights of one group only. The number of programs is enough for any sizes of
+the groups; programs without rows end at once. Per step a program does 2 * block_m * block_n * block_k FLOPs on
+(block_m + block_n) * block_k values, as in the matmul.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_kernels.inputs.group_tiles import group_offsets, group_tiles, tile_count
+from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
+from jax_kernels.pallas.kernel_types import Ref
+from jax_kernels.pallas.matmul.triton.state import Span, Tile
+from jax_kernels.pallas.matmul.work_tiles import banded
+from jax_kernels.pallas.triton.backend import plgpu
+from jax_kernels.pallas.triton.tensors import fit
+from jax_kernels.pallas.varying import result_types
+
+# Columns of a part of a work tile in the epilogue.
+EPILOGUE_COLUMNS = 64
+
+
+class InputRefs(Protocol):
+    """The arrays of GroupedInputs in device memory, as refs; bias is None in a call without one."""
+
+    x: Ref
+    w: Ref
+    bias: Ref | None
+
+
+class ResultRefs(NamedTuple):
+    """The arrays of a GroupedResult in device memory, as refs."""
+
+    out: Ref
+    preactivation: Ref | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """The static facts of a launch: sizes of the arrays, and blocks that are shrunk to fit them."""
+
+    options: GroupedOptions
+    groups: int
+    m: int
+    n: int
+    k: int
+    block_m: int
+    block_n: int
+    block_k: int
+    row_group: int
+
+    @classmethod
+    def of(cls, inputs: GroupedInputs, options: GroupedOptions, config: MatmulTriton) -> "Traits":
+        groups, m, n, k = options.sizes(inputs)
+        return cls(
+            options=options,
+            groups=groups,
+            m=m,
+            n=n,
+            k=k,
+            block_m=fit(config.block_m, m),
+            block_n=fit(config.block_n, n),
+            block_k=fit(config.block_k, k),
+            row_group=config.row_group,
+        )
+
+    @property
+    def row_tiles(self) -> int:
+        return tile_count(self.m, self.groups, self.block_m)
+
+    @property
+    def n_blocks(self) -> int:
+        return pl.cdiv(self.n, self.block_n)
+
+
+def grouped_matmul(
+    inputs: GroupedInputs, options: GroupedOptions, *, config: MatmulTriton, core_count: int, interpret: bool
+) -> GroupedResult:
+    """Computes activation(x @ w[group] + bias[group]) in Triton; rows past the last group are 0.
+
+    G, M, N and K are not 0. interpret: runs the kernel in Pallas's interpreter. core_count: not used.
+    """
+    traits = Traits.of(inputs, options, config)
+    tiles = group_tiles(group_offsets(inputs.group_sizes, traits.m), traits.m, traits.block_m)
+    arrays, tree = jax.tree.flatten((inputs._replace(group_sizes=None), tiles))  # type: ignore[arg-type]
+    out = jax.ShapeDtypeStruct((traits.m, traits.n), options.out_dtype)
+    types = [out, out] if options.saves_preactivation else [out]
+
+    def body(*refs: Ref) -> None:
+        given, schedule = jax.tree.unflatten(tree, refs[: len(arrays)])
+        _kernel(traits, given, schedule, ResultRefs(*refs[len(arrays) :]))
+
+    found = pl.pallas_call(
+        body,
+        grid=(traits.row_tiles * traits.n_blocks,),
+        out_shape=result_types(types, *arrays),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="grouped_matmul_triton",
+    )(*arrays)
+    return GroupedResult(*found)
+
+
+def _kernel(traits: Traits, inputs: InputRefs, tiles: Sequence[Ref], results: ResultRefs) -> None:
+    """Runs one program: computes a block of columns of one tile, and stores it.
+
+    tiles: the refs of GroupTiles.
+    """
+    i, column_block = banded(pl.program_id(0), traits.row_tiles, traits.n_blocks, traits.row_group)
+    group, first, end = (plgpu.load(ref.at[i]) for ref in tiles)
+    tile = Tile(
+        rows=Span(start=first, size=traits.block_m, length=end),
+        columns=Span(start=column_block * traits.block_n, size=traits.block_n, length=traits.n),
+    )
+
+    @pl.when(first < end)
+    def _() -> None:
+        _store(traits, tile, group, inputs, results)
+
+
+def _store(traits: Traits, tile: Tile, group: jax.Array, inputs: InputRefs, results: ResultRefs) -> None:
+    """Computes and stores a work tile of a group. The sums of group G, the rows past the last group, have no steps."""
+    is_in_group = group < traits.groups
+    of_weights = jnp.minimum(group, traits.groups - 1)
+    steps = is_in_group.astype(jnp.int32) * pl.cdiv(traits.k, traits.block_k)
+    sums = _sums(traits, inputs, tile, of_weights, steps)
+    parts = tile.parts(EPILOGUE_COLUMNS)
+    for part, z in zip(parts, lax.split(sums, [part.columns.size for part in parts], axis=1), strict=True):
+        if inputs.bias is not None:
+            bias = Tile(rows=Span(start=of_weights, size=1, length=traits.groups, block=1), columns=part.columns)
+            z = z + jnp.where(is_in_group, bias.load(inputs.bias).astype(jnp.float32), 0.0)
+        if results.preactivation is not None:
+            part.store(results.preactivation, z)
+        if traits.options.activation is not None:
+            z = jnp.where(is_in_group, traits.options.activation(z), 0.0)
+        part.store(results.out, z)
+
+
+def _sums(traits: Traits, inputs: InputRefs, tile: Tile, group: jax.Array, steps: Any) -> jax.Array:
+    """The float32 sums of a work tile, x @ w[group], over this number of steps."""
+    transpose_w = traits.options.transpose_w
+
+    def step(i: jax.Array, sums: jax.Array) -> jax.Array:
+        depth = Span(start=i * traits.block_k, size=traits.block_k, length=traits.k)
+        x = Tile(tile.rows, depth).load(inputs.x)
+        w = (Tile(tile.columns, depth) if transpose_w else Tile(depth, tile.columns)).load(inputs.w, group)
+        return sums + dot(x, w, (1, 1 if transpose_w else 0))
+
+    return lax.fori_loop(0, steps, step, jnp.zeros(tile.shape, jnp.float32))
+
+
+def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """The float32 matmul of two blocks over axis axes[0] of a and axis axes[1] of b. float32 operands use tf32."""
+    contracted = ((axes[:1], axes[1:]), ((), ()))
+    return lax.dot_general(a, b, contracted, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)

@@ -1,0 +1,116 @@
+"""bridge.grouped_matmul against plain PyTorch: results, gradients, torch.compile, autocast, vmap and errors."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jax_kernels import bridge
+
+SIZES = torch.tensor([4, 0, 7], dtype=torch.int32)
+
+
+def tensors(*shapes, dtype=torch.float32, seed=0):
+    random = np.random.default_rng(seed)
+    return [torch.tensor(random.standard_normal(shape), dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def plain(x, w, sizes, bias, activation=torch.nn.functional.silu):
+    """A loop over the groups, with rows of zeros past the last group."""
+    parts, start = [], 0
+    for group, size in enumerate(sizes.tolist()):
+        parts.append(activation(x[start : start + size] @ w[group] + bias[group]))
+        start += size
+    return torch.cat([*parts, torch.zeros(len(x) - start, w.shape[2])])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_results_and_gradients(dtype):
+    x, w, bias = tensors((13, 8), (3, 8, 6), (3, 6))
+    got = bridge.grouped_matmul(x, w, SIZES.to(dtype), bias=bias, activation="silu")
+    want = plain(x, w, SIZES, bias)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    dout = torch.sin(want.detach())
+    gradients = [torch.autograd.grad(y, (x, w, bias), dout) for y in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_other_sizes_share_a_program():
+    x, w, bias = (y.detach() for y in tensors((13, 8), (3, 8, 6), (3, 6)))
+    bridge.clear_cache()
+    for sizes in ([4, 0, 7], [13, 0, 0], [1, 1, 1]):
+        sizes = torch.tensor(sizes, dtype=torch.int32)
+        got = bridge.grouped_matmul(x, w, sizes, bias=bias, activation="silu")
+        torch.testing.assert_close(got, plain(x, w, sizes, bias), rtol=1e-5, atol=1e-5)
+    assert bridge.cache_info().plans == 1
+
+
+def test_transposed_weights_and_dtypes():
+    x, w = tensors((13, 8), (3, 6, 8), dtype=torch.bfloat16)
+    got = bridge.grouped_matmul(x, w, SIZES, transpose_w=True, out_dtype=torch.float32)
+    assert got.dtype == torch.float32
+    want = plain(x.float(), w.float().mT, SIZES, torch.zeros(3, 6), lambda z: z)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    dx, dw = torch.autograd.grad(got.sum(), (x, w))
+    assert dx.dtype == dw.dtype == torch.bfloat16
+    assert not dx[11:].any()
+    assert not dw[1].any()
+
+
+def test_autocast():
+    x, w, bias = tensors((13, 8), (3, 8, 6), (3, 6))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = bridge.grouped_matmul(x, w, SIZES, bias=bias, activation="silu")
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), plain(x, w, SIZES, bias), rtol=3e-2, atol=3e-2)
+    got.sum().backward()
+    assert w.grad.dtype == torch.float32
+
+
+def test_compiled():
+    x, w, bias = tensors((13, 8), (3, 8, 6), (3, 6))
+    function = torch.compile(
+        lambda x, w, sizes, bias: 2 * bridge.grouped_matmul(x, w, sizes + 0, bias=bias, activation="silu"),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for sizes in (SIZES, SIZES.flip(0)):
+        got, want = function(x, w, sizes, bias), 2 * plain(x, w, sizes, bias)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        gradients = [torch.autograd.grad(y.sin().sum(), (x, w, bias)) for y in (got, want)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_vmap():
+    xs, (w, bias) = tensors((2, 13, 8))[0].detach(), (y.detach() for y in tensors((3, 8, 6), (3, 6)))
+    sizes = torch.stack([SIZES, SIZES.flip(0)])
+    call = lambda x, sizes: bridge.grouped_matmul(x, w, sizes, bias=bias, activation="silu")
+    want = torch.stack([plain(x, w, own, bias) for x, own in zip(xs, sizes, strict=True)])
+    torch.testing.assert_close(torch.vmap(call)(xs, sizes), want, rtol=1e-5, atol=1e-5)
+
+
+X, W = (y.detach() for y in tensors((13, 8), (3, 8, 6)))
+WRONG = {
+    "numpy": ({"x": X.numpy()}, TypeError, "x: got numpy.ndarray, want a torch.Tensor"),
+    "sizes_list": ({"group_sizes": [4, 0, 7]}, TypeError, "group_sizes: got builtins.list, want a torch.Tensor"),
+    "sizes_array": ({"group_sizes": jnp.ones(3, int)}, TypeError, "group_sizes: got jaxlib"),
+    "sizes_wide": ({"group_sizes": SIZES.long()}, TypeError, "cast it first, with .to(torch.int32)"),
+    "sizes_float": ({"group_sizes": SIZES.float()}, TypeError, "group_sizes: got dtype float32, want int32"),
+    "sizes_shape": ({"group_sizes": SIZES[:2]}, ValueError, "group_sizes: got shape (2,), want [G] = (3,)"),
+    "w": ({"w": W[0]}, ValueError, "w: got shape (8, 6), want [G, K, N]"),
+    "out_dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype: got torch.int8, want torch.bfloat16"),
+    "precision": (
+        {"precision": "fp8"},
+        ValueError,
+        "precision: got 'fp8', want 'fp32', 'tf32', 'bf16', 'fp16' or None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    changed, error, text = WRONG[name]
+    with pytest.raises(error, match=re.escape(text)):
+        bridge.grouped_matmul(**({"x": X, "w": W, "group_sizes": SIZES} | changed))
