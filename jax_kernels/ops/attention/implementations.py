@@ -122,10 +122,9 @@ def order(request: AttentionRequest) -> tuple[tuple[str, ...], str]:
 def _row(name: str, request: AttentionRequest):
     """(block spec row, words for its source) of the implementation `name` for a request."""
     has_lists, dense_bits = request.has_lists and request.bias_shape is None, request.dense_bits
-    if name == "triton":  # its masks are block lists, but for those with one row for all queries, which are a bias
-        of_keys = request.has_mask and request.mask_shape[2] == 1 and not request.has_lists
-        has_lists = has_lists or (request.has_mask and not of_keys)
-        dense_bits = 32 if request.bias_shape is not None or request.has_score_mod or of_keys else 0
+    if name == "triton":  # all its masks are block lists
+        has_lists = has_lists or request.has_mask
+        dense_bits = 32 if request.bias_shape is not None or request.has_score_mod else 0
     return block_specs.attention_row(
         request.device.compute_capability,
         name,
