@@ -1,4 +1,4 @@
-"""The examples of each tutorial run as one program, from the page's first to its last, with the results that the page promises."""
+"""The examples of a tutorial run as one program, in the order of the page, with the results that the page promises."""
 
 import re
 from pathlib import Path

@@ -321,7 +321,8 @@ class Trainer:
           ValueError: before the first step, if save would raise: `folder` has a later checkpoint than the state, or
             another run writes it. Also if save_every or steps is out of range, or there are fewer batches than steps.
           TypeError: an argument has a wrong type; the error names it.
-          FloatingPointError: after the last step, or before a checkpoint, a parameter is not finite.
+          FloatingPointError: after the last step, or before a checkpoint, a parameter is not finite, or no loss scale
+            gives a finite gradient in float16.
           OSError: a checkpoint cannot be written.
           SystemExit: after SIGTERM, once the checkpoint is whole.
         """
@@ -418,7 +419,7 @@ class Trainer:
           ValueError: `folder` has a checkpoint of this or a later step that is not the state's own, or another run
             writes it: see lock_folder.
           TypeError: `run` is not a mapping of JSON values.
-          FloatingPointError: a parameter is not finite. The earlier checkpoints stay.
+          FloatingPointError: see check_finite. The earlier checkpoints stay.
           OSError: the checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint.
         """
         import orbax.checkpoint as ocp
