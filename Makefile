@@ -17,7 +17,7 @@ else
 CUDA := ,cuda
 endif
 
-.PHONY: demo docs test test-all test-gpu test-sanitizer test-without-triton lint newest oldest clean
+.PHONY: demo docs test test-all test-gpu test-sanitizer test-without-triton lint newest oldest release clean
 
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
@@ -65,6 +65,10 @@ lint: .venv/.dev
 # The site, in site/. A dead link, a missing name or a page outside of the navigation fails.
 docs: .venv/.dev
 	PYTHONPATH=. JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The sdist and the wheel of HEAD, in dist/, built reproducibly and checked in a fresh environment. Nothing is uploaded.
+release: .venv/.dev
+	PYTHONPATH=. $(BIN)/python tests/tools/release.py $(ARGS)
 
 # Import and numerics on the newest jax, in an environment of its own.
 newest: .venv-newest/.ready

@@ -47,6 +47,7 @@ from jax_kernels.bridge.operators import torch_operator as _library
 from jax_kernels.bridge.translate import captures as _captures
 from jax_kernels.bridge.translate import mask_sources as _mask_sources
 from jax_kernels.bridge.translate import score_mods as _score_functions
+from jax_kernels.lazy_names import dir_of as _dir_of
 from jax_kernels.masks import BlockLists as BlockLists
 from jax_kernels.masks import Mask as Mask
 from jax_kernels.masks import PackedBlocks as PackedBlocks
@@ -69,6 +70,9 @@ def _number(name: str, x: Any) -> Any:
     Other arguments, such as segment ids, are data, and are returned unchanged. name: the argument's name.
     """
     return _plain_of(name, x) if name in _NUMBERS else x
+
+
+__dir__ = _dir_of(__name__, lambda name: name in dir(_masks))
 
 
 @functools.wraps(_masks.dilated)

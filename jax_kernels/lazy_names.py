@@ -1,11 +1,12 @@
-"""Public names of a package that are imported when they are first read."""
+"""Public names of a package: names that are imported when they are first read, and the names that dir() lists."""
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
-__all__ = ["lazy_names"]
+__all__ = ["dir_of", "lazy_names"]
 
 
 def lazy_names(
@@ -29,3 +30,17 @@ def lazy_names(
         return value
 
     return get, lambda: sorted({*homes, *(name for name in scope if name.startswith("__"))})
+
+
+def dir_of(module: str, is_public: Callable[[str], bool] = lambda name: True) -> Callable[[], list[str]]:
+    """The function __dir__ of a module that imports its public names: dir() lists neither private names nor modules.
+
+    is_public: False for other names that dir() leaves out.
+    """
+    scope = vars(sys.modules[module])
+
+    def names() -> list[str]:
+        is_listed = lambda name, x: is_public(name) and not name.startswith("_") and not isinstance(x, ModuleType)
+        return sorted(name for name, x in scope.items() if name.startswith("__") or is_listed(name, x))
+
+    return names

@@ -3,6 +3,7 @@
 Needs the `flax` extra. Nothing else in the library imports Flax.
 """
 
+from jax_kernels.lazy_names import dir_of as _dir_of
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention, rotary_embedding
 from jax_kernels.models.layers.attention_fn import attention_fn
@@ -65,3 +66,5 @@ __all__ = [
     "state_shardings",
     "within_documents",
 ]
+
+__dir__ = _dir_of(__name__, lambda name: name in __all__)

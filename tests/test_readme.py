@@ -25,7 +25,13 @@ def name(page):
     return page.relative_to(ROOT).as_posix()
 
 
-EXAMPLES = {f"{name(page)} {number}": text for page in PAGES for number, text in enumerate(examples(page))}
+# tests/test_tutorials.py runs the examples of a tutorial as one program.
+EXAMPLES = {
+    f"{name(page)} {number}": text
+    for page in PAGES
+    if page.parent.name != "tutorials"
+    for number, text in enumerate(examples(page))
+}
 
 
 def test_examples_exist():

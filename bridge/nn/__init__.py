@@ -21,3 +21,8 @@ from jax_kernels.bridge.nn.transformer import has_gpu as has_gpu
 from jax_kernels.bridge.nn.transformer import logits_and_input_gradients as logits_and_input_gradients
 from jax_kernels.bridge.ops.normalization import LayerNorm as LayerNorm
 from jax_kernels.bridge.ops.normalization import RMSNorm as RMSNorm
+from jax_kernels.lazy_names import dir_of as _dir_of
+
+# For the command line.
+_INTERNAL = ("has_gpu", "logits_and_input_gradients")
+__dir__ = _dir_of(__name__, lambda name: name not in _INTERNAL)

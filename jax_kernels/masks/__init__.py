@@ -7,6 +7,7 @@ For example::
     lists = mask.block_lists(T, S, block_q=128, block_kv=128)
 """
 
+from jax_kernels.lazy_names import dir_of as _dir_of
 from jax_kernels.masks.arrays import block_sparse as block_sparse
 from jax_kernels.masks.arrays import dense as dense
 from jax_kernels.masks.arrays import from_function as from_function
@@ -25,3 +26,5 @@ from jax_kernels.masks.scores.builders import pooled_scores as pooled_scores
 from jax_kernels.masks.scores.builders import threshold as threshold
 from jax_kernels.masks.scores.builders import top_k as top_k
 from jax_kernels.masks.scores.builders import top_k_blocks as top_k_blocks
+
+__dir__ = _dir_of(__name__)

@@ -27,9 +27,10 @@ from jax_kernels.models.parallel.sharding import (
 )
 from jax_kernels.models.training import checkpoints
 from jax_kernels.models.training.folder_lock import FolderLock
+from jax_kernels.models.training.loss_scale import FIRST, SMALLEST, all_finite, first_state, next_state, select
 from jax_kernels.models.training.packing import within_documents
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
-from jax_kernels.models.training.trainer_checks import as_json, check_batch, check_fit, checked_arguments
+from jax_kernels.models.training.trainer_checks import as_json, check_batch, check_fit, checked_arguments, checked_scale
 from jax_kernels.models.transformer import Transformer
 from jax_kernels.plain_numbers import plain_arguments
 
@@ -52,11 +53,32 @@ def next_token_loss(model: Transformer, batch: Any, key: jax.Array) -> tuple[jax
     return model.losses(tokens, targets, segment_ids=segment_ids).sum(), (targets >= 0).sum()
 
 
+def _scaled_gradient(loss: Any, scale: jax.Array) -> Any:
+    """jax.value_and_grad(loss, has_aux=True), whose backward runs on `scale` times the mean, total / count.
+
+    loss: a function of (params, batch, key) that returns (total, count).
+    """
+
+    def scaled(*args: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+        total, count = loss(*args)
+        factor = jax.lax.stop_gradient(scale / jnp.where(count > 0, count, 1))
+        return total * factor, (total, count, factor)
+
+    def differentiate(*args: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        (_, (total, count, factor)), gradients = jax.value_and_grad(scaled, has_aux=True)(*args)
+        return (total, count), jax.tree.map(lambda g: (g.astype(jnp.float32) / factor).astype(g.dtype), gradients)
+
+    return differentiate
+
+
 class Trainer:
     """Trains a model of a TransformerConfig or a LongNetConfig on the devices of a mesh.
 
     Matmuls are in config.dtype; parameters, accumulated gradients and the optimizer's moments are in
     config.param_dtype, float32 by default. A step donates the previous step's state.
+
+    With config.dtype "float16", the backward runs on a scaled loss. A step whose gradient is not finite is skipped: the
+    parameters and the moments stay, and the scale halves. 2000 steps without an overflow double it.
 
     Args:
       config: of the model; its `remat` says which values the backward rematerialises.
@@ -71,12 +93,13 @@ class Trainer:
         the part.
       folder: for checkpoints; None to write none. keep: the number of newest checkpoints to keep. One trainer at a time
         writes a folder: see lock_folder.
+      loss_scale: with "float16", the first scale of the mean loss; None for 2**16. Checkpoints keep the current scale.
 
-    step: the number of steps that trained the state.
+    step: the number of steps, trained and skipped, that led to the state.
 
     Raises:
-      ValueError, TypeError: an argument is wrong; the error names it. Also: a dtype is float16, whose losses would need
-        scales; no rule uses an axis of the mesh; the pipeline stages do not divide the layers; the mesh has no device
+      ValueError, TypeError: an argument is wrong; the error names it. Also: param_dtype is float16, which loses small
+        updates; no rule uses an axis of the mesh; the pipeline stages do not divide the layers; the mesh has no device
         of some process; folder is a file.
       OSError: folder does not exist and cannot be made.
     """
@@ -94,14 +117,14 @@ class Trainer:
         loss: Loss = next_token_loss,
         folder: str | Path | None = None,
         keep: int = 2,
+        loss_scale: float | None = None,
     ) -> None:
         seed = checked_arguments(config, optimizer, mesh, rules, seed, loss, folder)
         positive("accumulate", accumulate)
         positive("keep", keep)
         if folder is not None:
             checkpoints.check_folder(Path(folder))
-        if "float16" in (config.dtype, config.param_dtype):
-            raise ValueError("config: got float16, want bfloat16 or float32: its losses would need scales")
+        self._first_scale = checked_scale(loss_scale, config)
         self.config = config
         self.optimizer = optimizer
         mesh = make_mesh({"data": 1}) if mesh is None else mesh
@@ -120,16 +143,22 @@ class Trainer:
             moments = jax.eval_shape(optimizer.init, params)
             create = jax.jit(optimizer.init, out_shardings=state_shardings(moments, self.mesh, self.rules))
             moments = create(params)
-        whole = NamedSharding(self.mesh, PartitionSpec())
         self.state: dict[str, Any] = {
             "params": params,
             "optimizer": moments,
-            "step": place(jnp.int32(0), whole),
-            "key": place(jax.random.key_data(jax.random.key(seed)), whole),
+            "step": self._on_all_devices(jnp.int32(0)),
+            "key": self._on_all_devices(jax.random.key_data(jax.random.key(seed))),
         }
+        if self._first_scale is not None:
+            self.state["loss_scale"] = self._on_all_devices(first_state(self._first_scale))
         self._kept: tuple[int, dict[str, Any]] | None = None  # the step and the run of the state's own checkpoint
         self._manager = None if folder is None else checkpoints.manager(Path(folder), keep)
         self._lock = None if folder is None else FolderLock(Path(folder))
+
+    def _on_all_devices(self, tree: Any) -> Any:
+        """The tree, whole on each device of the mesh."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: place(x, whole), tree)
 
     @property
     def model(self) -> Any:
@@ -144,9 +173,10 @@ class Trainer:
         return jax.jit(self._new_state, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
     def _new_state(self, state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        """(the state after a step on this batch, {"loss": mean loss, "gradient_norm": of the mean's gradient})."""
+        """(the state after a step on this batch, the result of `train`)."""
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
-        total, count, gradients = self._gradients(state["params"], batch, key)
+        scaling = state.get("loss_scale")
+        total, count, gradients = self._gradients(state["params"], batch, key, scaling and scaling["scale"])
         count = jnp.where(count > 0, count, 1)  # a batch without targets, such as all padding, has gradients of 0
         gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, state["params"])
         updates, moments = self.optimizer.update(gradients, state["optimizer"], state["params"])
@@ -157,19 +187,28 @@ class Trainer:
             "step": state["step"] + 1,
             "key": state["key"],
         }
-        return after, {"loss": total / count, "gradient_norm": jnp.sqrt(sum(squares))}
+        found = {"loss": total / count, "gradient_norm": jnp.sqrt(sum(squares))}
+        if scaling is None:
+            return after, found
+        is_finite = all_finite(gradients)
+        trained = {name: select(is_finite, after[name], state[name]) for name in ("params", "optimizer")}
+        after |= trained | {"loss_scale": next_state(scaling, is_finite)}
+        return after, found | {"loss_scale": scaling["scale"], "is_skipped": ~is_finite}
 
-    def _gradients(self, params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def _gradients(
+        self, params: Any, batch: Any, key: jax.Array, scale: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """(total, count, the gradients of total with respect to params): total and count are the two results of `loss`.
 
         For next_token_loss they are the sum of the losses and the number of targets that count. The batch is cut into
-        `accumulate` parts, which run one after the other, and all three are summed over the parts.
+        `accumulate` parts, which run one after the other, and all three are summed over the parts. scale: of each
+        part's mean loss during its backward; None for the backward of the sum.
         """
 
         def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.loss(nnx.merge(self.graphdef, params), batch, key)
 
-        differentiate = jax.value_and_grad(loss, has_aux=True)
+        differentiate = jax.value_and_grad(loss, has_aux=True) if scale is None else _scaled_gradient(loss, scale)
         if self.accumulate == 1:
             (total, count), gradients = differentiate(params, batch, jax.random.fold_in(key, 0))
             return total, count, gradients
@@ -198,7 +237,8 @@ class Trainer:
         """Runs one step on a batch, sharded as by shard_batch or TokenBatches.
 
         Returns {"loss": the mean, "gradient_norm": of the mean's gradient}, on the device and perhaps not yet computed.
-        Both values are 0 if no target counts, and NaN if a JAX array has a token outside the vocabulary.
+        Both values are 0 if no target counts, and NaN if a JAX array has a token outside the vocabulary. With "float16"
+        also {"loss_scale": of this step, "is_skipped": whether the gradient is not finite}.
 
         Raises TypeError or ValueError if the loss is next_token_loss and the batch is not (tokens, targets) or (tokens,
         targets, segment_ids), or has NumPy arrays with ids outside the vocabulary.
@@ -281,7 +321,8 @@ class Trainer:
           ValueError: before the first step, if save would raise: `folder` has a later checkpoint than the state, or
             another run writes it. Also if save_every or steps is out of range, or there are fewer batches than steps.
           TypeError: an argument has a wrong type; the error names it.
-          FloatingPointError: after the last step, or before a checkpoint, a parameter is not finite.
+          FloatingPointError: after the last step, or before a checkpoint, a parameter is not finite, or no loss scale
+            gives a finite gradient in float16.
           OSError: a checkpoint cannot be written.
           SystemExit: after SIGTERM, once the checkpoint is whole.
         """
@@ -316,8 +357,14 @@ class Trainer:
 
     def check_finite(self) -> None:
         """Raises FloatingPointError unless all parameters and their squares are finite; it names the newest
-        checkpoint.
+        checkpoint. With "float16" also if the loss scale is so small that no further scale can help.
         """
+        scaling = self.state.get("loss_scale")
+        if scaling is not None and float(scaling["scale"]) <= SMALLEST:
+            raise FloatingPointError(
+                f"step {self.step}: got a gradient that is not finite at the smallest loss scale, {SMALLEST}, want a "
+                'finite one: try a smaller learning rate, or config.dtype="bfloat16"'
+            )
         names = checkpoints.nonfinite(self.state["params"], self.mesh)
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -372,7 +419,7 @@ class Trainer:
           ValueError: `folder` has a checkpoint of this or a later step that is not the state's own, or another run
             writes it: see lock_folder.
           TypeError: `run` is not a mapping of JSON values.
-          FloatingPointError: a parameter is not finite. The earlier checkpoints stay.
+          FloatingPointError: see check_finite. The earlier checkpoints stay.
           OSError: the checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint.
         """
         import orbax.checkpoint as ocp
@@ -441,12 +488,22 @@ class Trainer:
         step = max(steps) if step is None else step
         kept = checkpoints.read_run(self._checkpoints, step)
         self._check_config(kept["config"])
-        self.state = checkpoints.read_state(self._checkpoints, step, self.state, self.mesh, kept.get("digests"))
+        self.state = self._read_state(step, kept)
         self.step = int(self.state["step"])
         self._kept = self.step, dict(kept["run"])
         for later in [x for x in steps if remove_later and x > self.step]:
             self._checkpoints.delete(later)
         return kept["run"]
+
+    def _read_state(self, step: int, kept: dict[str, Any]) -> dict[str, Any]:
+        """The state of a checkpoint. kept: its `run` item. Only a state of float16 has a loss scale."""
+        first = self._on_all_devices(first_state(self._first_scale or FIRST))
+        like = {name: x for name, x in self.state.items() if name != "loss_scale"}
+        if kept["config"].get("dtype") == "float16":
+            like["loss_scale"] = first
+        state = checkpoints.read_state(self._checkpoints, step, like, self.mesh, kept.get("digests"))
+        scaling = state.pop("loss_scale", first)
+        return state if self._first_scale is None else state | {"loss_scale": scaling}
 
     def _check_config(self, other: dict[str, Any]) -> None:
         """Raises ValueError if a checkpoint's config differs in fields that change the parameters or the forward.

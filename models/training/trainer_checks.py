@@ -1,6 +1,7 @@
 """Checks of Trainer's arguments. An error names the argument, the value that it got and the value that it wants."""
 
 import json
+import numbers
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,10 @@ from jax.sharding import Mesh
 
 from jax_kernels.models.config import TransformerConfig, check_kind, check_size, positive
 from jax_kernels.models.parallel.sharding import ShardingRules
+from jax_kernels.models.training.loss_scale import FIRST, LARGEST, SMALLEST
 from jax_kernels.models.training.token_ids import check_targets, checked_tokens
 
-__all__ = ["as_json", "check_batch", "check_fit", "checked_arguments"]
+__all__ = ["as_json", "check_batch", "check_fit", "checked_arguments", "checked_scale"]
 
 
 def check_batch(batch: Any, vocabulary: int, name: str) -> None:
@@ -55,6 +57,28 @@ def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: 
         raise TypeError(f"loss: got {loss!r}, want a function of (model, batch, key)")
     check_size("seed", seed, most=2**32 - 1)
     return int(seed)
+
+
+def checked_scale(scale: Any, config: TransformerConfig) -> float | None:
+    """The first loss scale of a Trainer: None unless config.dtype is float16. Raises TypeError or ValueError.
+
+    scale: the argument `loss_scale`.
+    """
+    if config.param_dtype == "float16":
+        raise ValueError("config: got param_dtype float16, want float32 or bfloat16: float16 loses small updates")
+    if config.dtype != "float16":
+        if scale is not None:
+            raise ValueError(
+                f"loss_scale: got {scale!r} with dtype {config.dtype}, want None: only float16 has a scale"
+            )
+        return None
+    if scale is None:
+        return FIRST
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"loss_scale: got {scale!r}, want a number or None")
+    if not SMALLEST < (first := float(scale)) <= LARGEST:
+        raise ValueError(f"loss_scale: got {scale}, want a number above {SMALLEST}, at most {LARGEST}")
+    return first
 
 
 def check_fit(batches: Any, steps: Any, save_every: Any, on_step: Any) -> None:

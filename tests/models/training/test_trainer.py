@@ -216,8 +216,8 @@ def test_bad_arguments_and_checkpoints_are_named(tmp_path):
             Trainer(CONFIG, optax.sgd(0.1), folder=folder)
     with pytest.raises(ValueError, match="accumulate=0 must be positive"):
         Trainer(CONFIG, optax.sgd(0.1), accumulate=0)
-    with pytest.raises(ValueError, match="config: got float16, want bfloat16 or float32"):
-        Trainer(dataclasses.replace(CONFIG, dtype="float16"), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="config: got param_dtype float16, want float32 or bfloat16"):
+        Trainer(dataclasses.replace(CONFIG, param_dtype="float16"), optax.sgd(0.1))
     with pytest.raises(ValueError, match="batch: got 4 rows, want a multiple of accumulate=3"):
         Trainer(CONFIG, optax.sgd(0.1), accumulate=3).train(batches()[0])
 

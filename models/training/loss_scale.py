@@ -1,0 +1,43 @@
+"""Dynamic loss scaling for float16: a scaled loss keeps small gradients; a step whose gradient overflows is skipped.
+
+float16 has no values below 2**-24 and none from 65520 on. The backward runs on the loss times a scale, and the gradient
+is divided by the scale in float32. Micikevicius et al., "Mixed Precision Training" (2018), arXiv:1710.03740.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["FIRST", "GROWTH_STEPS", "LARGEST", "SMALLEST", "all_finite", "first_state", "next_state", "select"]
+
+FIRST = 2.0**16
+SMALLEST, LARGEST = 2.0**-24, 2.0**24
+# The number of consecutive steps without an overflow after which the scale doubles.
+GROWTH_STEPS = 2000
+
+
+def first_state(scale: float) -> dict[str, jax.Array]:
+    """The state before the first step: the scale, and the number of steps since its last change or overflow."""
+    return {"scale": jnp.float32(scale), "finite_steps": jnp.int32(0)}
+
+
+def next_state(state: dict[str, jax.Array], is_finite: jax.Array) -> dict[str, jax.Array]:
+    """The state after a step. An overflow halves the scale; GROWTH_STEPS steps without one double it."""
+    scale, steps = state["scale"], jnp.where(is_finite, state["finite_steps"] + 1, 0)
+    grows = steps >= GROWTH_STEPS
+    grown = jnp.where(grows, jnp.minimum(2 * scale, LARGEST), scale)
+    return {
+        "scale": jnp.where(is_finite, grown, jnp.maximum(scale / 2, SMALLEST)),
+        "finite_steps": jnp.where(grows, 0, steps),
+    }
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether each value of each array is finite: bool []."""
+    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]))
+
+
+def select(is_finite: jax.Array, new: Any, old: Any) -> Any:
+    """The tree `new` if is_finite, else `old`."""
+    return jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), new, old)
