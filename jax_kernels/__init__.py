@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from jax_kernels.quantization import dequantize as dequantize
     from jax_kernels.quantization import quantize as quantize
     from jax_kernels.quantization import quantize_fp8 as quantize_fp8
+    from jax_kernels.tuning.session import TunedCall as TunedCall
+    from jax_kernels.tuning.session import tune as tune
 
 __version__ = "0.1.0"
 
@@ -89,6 +91,10 @@ _MODULES = {
         "dequantize",
         "quantize",
         "quantize_fp8",
+    ),
+    "jax_kernels.tuning.session": (
+        "TunedCall",
+        "tune",
     ),
 }
 __getattr__, __dir__ = _lazy_names(__name__, _MODULES)

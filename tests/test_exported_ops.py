@@ -29,6 +29,7 @@ NOT_OPS = {
     "quantize": "plain JAX",
     "quantize_fp8": "plain JAX",
     "shard_sequence": "moves an array",
+    "tune": "times calls",
     "unshard_sequence": "moves an array",
 }
 # Ops without a function of the bridge, with the reason.
