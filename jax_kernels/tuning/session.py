@@ -38,8 +38,7 @@ class TunedCall:
         head = f"{self.request.op}({shape})"
         if self.winner is None:
             return f"{head}: not tuned: {self.reason}"
-        name = self.winner.fastest or self.winner.timed[0].name
-        return f"{head}: {name} {self.winner.tuned(name, by_name=self.winner.fastest is None).text(name)}"
+        return f"{head}: {self.winner}"
 
 
 def _told(request: Request) -> dict[str, Any]:

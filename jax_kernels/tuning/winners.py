@@ -98,6 +98,11 @@ class Winner:
             with_gradients=self.with_gradients,
         )
 
+    def __str__(self) -> str:
+        """The fastest implementation, or the one that the caller named, with its times, in words."""
+        name = self.fastest or self.timed[0].name
+        return f"{name} {self.tuned(name, by_name=self.fastest is None).text(name)}"
+
     def joined(self, later: "Winner") -> "Winner":
         """This winner, replaced by a later one. A later one that timed one named implementation keeps the others.
 
