@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ __all__ = [
     "interpreting",
     "on_device",
     "plan_of",
+    "reason_against",
     "serving",
     "target_device",
     "tuning_key",
@@ -354,6 +356,11 @@ def plan_of(
         passed_over=passed_over,
         tuned=choice.tuned,
     )
+
+
+def reason_against(error: Exception) -> str:
+    """The reason in an error of `choose` for a named implementation, without the words that name the call."""
+    return re.sub(r"^implementation='\w+' cannot serve this \w+: ", "", str(error))
 
 
 def _left_out(request: Request) -> str:
