@@ -37,6 +37,7 @@ COMMANDS = {
     "info": "Show the device, the versions, and which implementations of each op can run.",
     "check": "Compare the ops and their gradients with float64, for every implementation that can run here.",
     "explain": "Show which implementation a call would use, with which blocks, and why. Without an op: attention.",
+    "bench": "Time the ops' standard sizes on this machine, by each implementation that serves them.",
     "tune": "Time the implementations and blocks of calls on this machine, and keep the fastest for later calls.",
 }
 
