@@ -40,6 +40,7 @@ from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.pallas.attention.triton import backward as backward_triton
 from jax_kernels.pallas.attention.triton import forward as forward_triton
 from jax_kernels.pallas.block_specs import attention_row
+from jax_kernels.pallas.block_specs.candidates import backward_sm90_bytes, forward_sm90_bytes
 from jax_kernels.pallas.block_specs.specs import (
     AttentionBackwardSm90,
     AttentionBackwardTriton,
@@ -124,19 +125,6 @@ def _listed(implementation: str, direction: str, head_dim: int, causal: bool) ->
     if direction == "fwd":
         return [AttentionForwardTriton(*b, *ws) for ws, b in itertools.product(WARPS_AND_STAGES, FORWARD_TRITON)]
     return [AttentionBackwardTriton(*b, *ws) for ws, b in itertools.product(WARPS_AND_STAGES, BACKWARD_TRITON)]
-
-
-def forward_sm90_bytes(config: AttentionForwardSm90, head_dim: int) -> int:
-    """Bytes of shared memory for the tiles: query, out, and stages of keys and values, two bytes an element."""
-    queries = config.block_q * head_dim * 2 * (1 if config.share_q_out else 2)
-    return queries + config.stages * 2 * config.block_kv * head_dim * 2
-
-
-def backward_sm90_bytes(config: AttentionBackwardSm90, head_dim: int) -> int:
-    """Bytes of shared memory for the tiles: keys, values, stages of queries and dout, dS, and dq in float32."""
-    block_kv = 64 if head_dim > 128 else 128
-    stages = (config.q_stages + config.do_stages) * config.block_q * head_dim * 2
-    return 2 * block_kv * head_dim * 2 + stages + block_kv * config.block_q * 2 + 2 * 64 * 64 * 4
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from jax_kernels.quantization import dequantize as dequantize
     from jax_kernels.quantization import quantize as quantize
     from jax_kernels.quantization import quantize_fp8 as quantize_fp8
+    from jax_kernels.tuning.benchmark import ImplementationTime as ImplementationTime
+    from jax_kernels.tuning.benchmark import benchmark_implementations as benchmark_implementations
+    from jax_kernels.tuning.session import TunedCall as TunedCall
+    from jax_kernels.tuning.session import tune as tune
 
 __version__ = "0.1.0"
 
@@ -91,6 +95,14 @@ _MODULES = {
         "dequantize",
         "quantize",
         "quantize_fp8",
+    ),
+    "jax_kernels.tuning.benchmark": (
+        "ImplementationTime",
+        "benchmark_implementations",
+    ),
+    "jax_kernels.tuning.session": (
+        "TunedCall",
+        "tune",
     ),
 }
 __getattr__, __dir__ = _lazy_names(__name__, _MODULES)

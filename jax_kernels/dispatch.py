@@ -10,7 +10,9 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,6 +22,8 @@ from jax import export
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.plain_numbers import plain_options
 from jax_kernels.spelling import did_you_mean
+from jax_kernels.tuning import cache
+from jax_kernels.tuning.winners import Tuned, Winner
 
 __all__ = [
     "Choice",
@@ -33,7 +37,10 @@ __all__ = [
     "interpreting",
     "on_device",
     "plan_of",
+    "reason_against",
+    "serving",
     "target_device",
+    "tuning_key",
     "without_blocks",
 ]
 
@@ -45,13 +52,43 @@ class Request:
     """A call of an op without its arrays: the op's name and the device. Ops derive their own request classes from it.
 
     SIZES: the names of the fields that are lengths of axes. If one of these lengths is 0, a kernel has nothing to
-    compute.
+    compute. ROUNDED: the names of the fields whose integers tuning rounds up, so that requests of similar sizes share
+    their winner. Empty: SIZES.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ()
+    ROUNDED: ClassVar[tuple[str, ...]] = ()
 
     op: str
     device: DeviceInfo
+
+    def bucket(self) -> dict[str, Any]:
+        """The fields by which tuning keeps the request's winner: all but the device, with sizes rounded up."""
+        rounded = self.ROUNDED or self.SIZES
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "device"}
+        return {name: _rounded_up(x) if name in rounded else x for name, x in fields.items()}
+
+
+def _rounded_up(x: Any) -> Any:
+    """An integer, or each integer of nested tuples, rounded up to the next of four sizes between powers of two.
+
+    Up to 8, and for all that is no integer, nothing changes.
+    """
+    if isinstance(x, tuple):
+        return tuple(map(_rounded_up, x))
+    if isinstance(x, bool) or not isinstance(x, int) or x <= 8:
+        return x
+    step = 1 << ((x - 1).bit_length() - 3)
+    return -(-x // step) * step
+
+
+@functools.lru_cache(maxsize=4096)
+def tuning_key(request: Request) -> str:
+    """The text by which tuning keeps the request's winner: equal for requests of one bucket."""
+    named = lambda x: f"{x.__module__}.{x.__qualname__}" if hasattr(x, "__qualname__") else repr(x)
+    return json.dumps(
+        {name: x for name, x in request.bucket().items() if x is not None and x is not False}, default=named
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +99,8 @@ class Implementation:
     config(request) returns (blocks, their source in words); blocks is None if the implementation has none.
     forward and backward have signatures that all implementations of one op share; a None backward means that JAX
     differentiates forward itself. name: as the caller writes it in the argument `implementation`.
+    candidates(request): other blocks for tuning to time, by the field of the config that they replace, such as
+    "forward". None if there are no others.
     """
 
     name: str
@@ -69,6 +108,7 @@ class Implementation:
     config: Callable[[Any], tuple[Any, str]]
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
+    candidates: Callable[[Any], Mapping[str, Sequence[Any]]] | None = None
 
 
 def without_blocks(request: Request) -> tuple[None, str]:
@@ -89,8 +129,10 @@ class Plan:
       "sm_86's rows, inherited by sm_89, not measured"; "heuristic: sm_86's rows, for sm_87, which has none, not
       measured", for a GPU without rows; "no block spec" if config is None.
     why: the reason for this implementation, and where the order of the implementations was measured.
-    order: the op's implementations in the order in which they were tried. Empty if the caller named one.
+    order: the op's implementations in the order in which they were tried. Empty if the caller named one, and after
+      tuning.
     passed_over: (name, reason) of each implementation that was tried before it, and of each that the order lacks.
+    tuned: the times from tuning, if they chose the implementation or its blocks; else None.
     """
 
     op: str
@@ -101,6 +143,7 @@ class Plan:
     why: str
     order: tuple[str, ...] = ()
     passed_over: tuple[tuple[str, str], ...] = ()
+    tuned: Tuned | None = None
 
     @property
     def why_not(self) -> dict[str, str]:
@@ -112,6 +155,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.implementation} ({self.why})", f"  device: {self.device}"]
         lines += [] if self.config is None else [f"  blocks: {self.config} from {self.source}"]
+        lines += [] if self.tuned is None else [f"  {self.tuned.text(self.implementation)}"]
         return "\n".join(lines + self.lines_of_others())
 
     def lines_of_others(self) -> list[str]:
@@ -126,7 +170,7 @@ class Choice:
     config: the blocks, or None. source: the source of the blocks, in words. order: the names of implementations in the
     order in which they are tried, also names that the op lacks. order_source: where this order was measured, in words.
     why: the reason in words, "" if the order decided. passed_over: (name, reason) of each implementation that was tried
-    in vain.
+    in vain. tuned: the times from tuning, if they chose the implementation or its blocks; else None.
     """
 
     implementation: str
@@ -136,12 +180,16 @@ class Choice:
     order_source: str = ""
     why: str = ""
     passed_over: tuple[tuple[str, str], ...] = ()
+    tuned: Tuned | None = None
 
 
 def choose(
     request: Request, table: Mapping[str, Implementation], order: Order, implementation: str | None = None
 ) -> Choice:
     """The Choice for a request: the named implementation, or the first of order(request) that can serve the request.
+
+    If the request was tuned on its device, the Choice has the blocks, and without a name the implementation, that were
+    the fastest.
 
     table: the op's implementations by name. "xla" serves a request with a symbolic size, under jax.export. It also
     serves a request with an axis of length 0, even if the caller names another implementation that takes such calls: a
@@ -150,8 +198,11 @@ def choose(
     Raises ValueError for an unknown name, and NotImplementedError, with every reason, if no implementation can serve.
     """
     symbolic, empty = _symbolic(request), _empty(request)
+    winner = _winner(request) if symbolic is None and empty is None else None
     if implementation is not None:
-        return _named(request, table, implementation, symbolic, empty)
+        return _named(request, table, implementation, symbolic, empty, winner)
+    if winner is not None and (fastest := _fastest(request, table, winner)) is not None:
+        return fastest
     passed_over: list[tuple[str, str]] = []
     names, order_source = order(request) if symbolic is None else (tuple(table), "")  # an order goes by sizes, too
     for name in names:
@@ -173,17 +224,32 @@ def choose(
     raise NotImplementedError(f"no implementation serves this {request.op} on {request.device.name}: {reasons}")
 
 
+def serving(
+    request: Request, table: Mapping[str, Implementation], order: Order, implementation: str | None = None
+) -> list[str]:
+    """The implementations that can serve a request: in the order in which they are tried, then others. Only the named
+    one, if given.
+
+    Empty for a request with a symbolic size or an axis of length 0, which "xla" serves.
+    """
+    if _symbolic(request) is not None or _empty(request) is not None:
+        return []
+    names = dict.fromkeys([*order(request)[0], *table]) if implementation is None else (implementation,)
+    return [name for name in names if name in table and table[name].supports(request) is None]
+
+
 def _named(
     request: Request,
     table: Mapping[str, Implementation],
     implementation: str,
     symbolic: str | None,
     empty: str | None,
+    winner: Winner | None,
 ) -> Choice:
     """The Choice of the implementation that the caller named.
 
-    symbolic, empty: the texts that _symbolic and _empty return for the request. Raises ValueError for an unknown name,
-    NotImplementedError if the implementation cannot serve the request.
+    symbolic, empty: the texts that _symbolic and _empty return for the request. winner: of _winner. Raises ValueError
+    for an unknown name, NotImplementedError if the implementation cannot serve the request.
     """
     if implementation not in table:
         known = ", ".join(repr(name) for name in table)
@@ -195,8 +261,70 @@ def _named(
     why = "asked for by name"
     if empty is not None and implementation != "xla":
         implementation, why = "xla", f"{empty}, which leaves {implementation!r} nothing to compute"
+    if winner is not None and (tuned := _tuned(request, table, winner, implementation, why)) is not None:
+        return tuned
     config, source = table[implementation].config(request)
     return Choice(implementation=implementation, config=config, source=source, why=why)
+
+
+def _winner(request: Request) -> Winner | None:
+    """The winner of the request's bucket on its device; None if it was not tuned."""
+    winners = cache.find(request.device.name)
+    return winners.get(tuning_key(request)) if winners else None
+
+
+def _fastest(request: Request, table: Mapping[str, Implementation], winner: Winner) -> Choice | None:
+    """The Choice of the fastest implementation that was timed; None if it cannot serve this request of the bucket."""
+    name = winner.fastest
+    if name is None or name not in table or _reason(table[name], request, None) is not None:
+        return None
+    slower = [f"{timed.name} {timed.ms:.3g} ms" for timed in winner.timed if timed.name != name]
+    why = "the fastest when it was tuned" + (f"; {', '.join(slower)}" if slower else "")
+    return _tuned(request, table, winner, name, why, by_name=False)
+
+
+def _tuned(
+    request: Request,
+    table: Mapping[str, Implementation],
+    winner: Winner,
+    name: str,
+    why: str,
+    *,
+    by_name: bool = True,
+) -> Choice | None:
+    """The Choice of an implementation with the blocks from tuning; None if it was not timed, or has no such blocks.
+
+    by_name: whether the caller named the implementation.
+    """
+    timed = winner.of(name)
+    if timed is None:
+        return None
+    config, source = table[name].config(request)
+    try:
+        changed = timed.changed(config)
+    except (AttributeError, TypeError, ValueError):  # of another type, or not for this request's row
+        return None
+    return Choice(
+        implementation=name,
+        config=changed,
+        source="tuning" if timed.blocks else source,
+        why=why,
+        passed_over=() if by_name else _not_fastest(request, table, winner, name),
+        tuned=winner.tuned(name, by_name=by_name),
+    )
+
+
+def _not_fastest(
+    request: Request, table: Mapping[str, Implementation], winner: Winner, fastest: str
+) -> tuple[tuple[str, str], ...]:
+    """(name, reason) of each implementation except the fastest."""
+    found = []
+    for name in table:
+        timed, reason = winner.of(name), _reason(table[name], request, None)
+        if reason is None:
+            reason = "it was not timed" if timed is None else f"it took {timed.ms:.3g} ms when it was tuned"
+        found += [] if name == fastest else [(name, reason)]
+    return tuple(found)
 
 
 def plan_of(
@@ -210,7 +338,7 @@ def plan_of(
     """
     choice = choose(request, table, order, implementation)
     passed_over, tried = choice.passed_over, tuple(name for name in choice.order if name in table)
-    if implementation is None:
+    if implementation is None and choice.tuned is None:
         symbolic, empty = _symbolic(request), _empty(request)
         passed_over += tuple(
             (name, _reason(table[name], request, symbolic, empty) or _left_out(request))
@@ -226,7 +354,13 @@ def plan_of(
         why=choice.why or _why(request, choice, tried, passed_over),
         order=tried,
         passed_over=passed_over,
+        tuned=choice.tuned,
     )
+
+
+def reason_against(error: Exception) -> str:
+    """The reason in an error of `choose` for a named implementation, without the words that name the call."""
+    return re.sub(r"^implementation='\w+' cannot serve this \w+: ", "", str(error))
 
 
 def _left_out(request: Request) -> str:

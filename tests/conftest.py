@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Compiling by XLA dominates small tests.
     os.environ.setdefault("XLA_FLAGS", QUICK_COMPILES)
+# Plans of tests do not depend on calls that the user has tuned.
+os.environ["JAX_KERNELS_CACHE"] = str(Path(tempfile.gettempdir()) / f"jax_kernels_tests_{os.getpid()}")
 # Other processes of the suite, and PyTorch, use the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Processes that tests start import tests.support, too.

@@ -16,6 +16,7 @@ from jax_kernels.cli.ops import OPS
 ROOT = Path(__file__).parents[1]
 # Exported functions that are no ops, with the reason.
 NOT_OPS = {
+    "benchmark_implementations": "times calls",
     "compile_attention": "prepares a mask and plans flash_attention for it",
     "compile_kernels": "compiles a function",
     "compiler_options": "options of XLA",
@@ -29,6 +30,7 @@ NOT_OPS = {
     "quantize": "plain JAX",
     "quantize_fp8": "plain JAX",
     "shard_sequence": "moves an array",
+    "tune": "times calls",
     "unshard_sequence": "moves an array",
 }
 # Ops without a function of the bridge, with the reason.

@@ -37,21 +37,25 @@ COMMANDS = {
     "info": "Show the device, the versions, and which implementations of each op can run.",
     "check": "Compare the ops and their gradients with float64, for every implementation that can run here.",
     "explain": "Show which implementation a call would use, with which blocks, and why. Without an op: attention.",
+    "bench": "Time the ops' standard sizes on this machine, by each implementation that serves them.",
+    "tune": "Time the implementations and blocks of calls on this machine, and keep the fastest for later calls.",
 }
 
 
 def _load(app: Any, name: str) -> None:
     """Imports the module of a command and adds the command to the app. name: a key of COMMANDS, and the module's name.
 
-    "explain" is a group with a command for each op.
+    "explain" and "tune" are groups with a command for each op.
     """
     import typer
 
     module = importlib.import_module(f"jax_kernels.cli.{name}")
-    if name != "explain":
+    if name not in ("explain", "tune"):
         app.command()(getattr(module, name))
         return
     group = typer.Typer(cls=module.OpGroup, help=COMMANDS[name], no_args_is_help=True)
+    if name == "tune":
+        group.callback(invoke_without_command=True)(module.tune)
     for op, command in module.COMMANDS.items():
         group.command(op)(command)
     app.add_typer(group, name=name)

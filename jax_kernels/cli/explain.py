@@ -19,9 +19,9 @@ from jax_kernels.cli import explain_options as options
 from jax_kernels.cli.info import find_device
 from jax_kernels.cli.ops import OPS
 from jax_kernels.spelling import did_you_mean
-from jax_kernels.testing.typical_call import AXIS, on_devices
+from jax_kernels.testing.typical_call import on_devices
 
-__all__ = ["COMMANDS", "OpGroup"]
+__all__ = ["COMMANDS", "OpGroup", "with_option"]
 
 DEVICE = Annotated[str | None, typer.Option(help="a GPU that need not be here: h200, 'rtx 4090', cpu, ...")]
 JSON = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -45,26 +45,12 @@ _HELP = {
 
 def _command(op: str) -> Callable[..., None]:
     """The typer command `jax-kernels explain OP`, a function whose signature has the op's options."""
-    arguments = options.arguments_of(op)
-    parameters = options.sizes_of(op)
-    for name, x in arguments.items():
-        option = options.option_of(op, name)
-        if option is not None and not (option.is_array and x.default is inspect.Parameter.empty):
-            parameters[name] = option.parameter(name, x.default)
+    parameters = options.parameters_of(op)
     parameters["device"] = inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=DEVICE)
     parameters["as_json"] = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JSON)
 
     def command(device: str | None, as_json: bool, **values: Any) -> None:
-        call = options.Call(op=op, values=values, arrays=options.arrays_of(op, values))
-        given: dict[str, Any] = dict(call.arrays)
-        for name in arguments:
-            option = options.option_of(op, name)
-            if name in values and option is not None:
-                given[name] = option.value(call, values[name])
-        if "block_mask" in arguments:
-            given["block_mask"] = options.block_mask(call)
-        if "axis_name" in arguments:
-            given["axis_name"] = AXIS
+        given = options.given(op, values)
         with on_devices(values.get("devices")):
             _show_plan(op, device, as_json, given)
 
@@ -86,11 +72,11 @@ def _show_plan(op: str, device: str | None, as_json: bool, arguments: dict[str, 
         with dispatch.on_device(find_device(device)):
             plan = dispatch.explain(OPS[op].function, **arguments)
     except (TypeError, ValueError, NotImplementedError, OverflowError) as error:
-        raise UserError(_with_option(op, str(error))) from None
+        raise UserError(with_option(op, str(error))) from None
     print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else plan)
 
 
-def _with_option(op: str, text: str) -> str:
+def with_option(op: str, text: str) -> str:
     """The text of an op's error, with the command's option instead of the op's argument, with which the text begins.
 
     For an array whose sizes are options, such as query with --shape, the option is put before the argument's name. The

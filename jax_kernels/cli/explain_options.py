@@ -18,7 +18,7 @@ import typer
 from jax_kernels.cli import UserError
 from jax_kernels.cli.ops import OPS
 from jax_kernels.spelling import did_you_mean
-from jax_kernels.testing.typical_call import spec
+from jax_kernels.testing.typical_call import AXIS, spec
 
 __all__ = [
     "NOT_OPTIONS",
@@ -28,7 +28,9 @@ __all__ = [
     "arguments_of",
     "arrays_of",
     "block_mask",
+    "given",
     "option_of",
+    "parameters_of",
     "sizes_of",
 ]
 
@@ -359,6 +361,34 @@ def sizes_of(op: str) -> dict[str, inspect.Parameter]:
         found += [("columns", "columns", required)] if "transpose_w" in arguments else []
     found += [] if op == "flash_attention_fp8" else [("dtype", "dtype", "bfloat16")]
     return {name: SIZES[key].parameter(name, default) for name, key, default in found}
+
+
+def parameters_of(op: str) -> dict[str, inspect.Parameter]:
+    """The command line's parameters for a call of an op, by name: the sizes of its arrays, and its arguments."""
+    parameters = sizes_of(op)
+    for name, x in arguments_of(op).items():
+        option = option_of(op, name)
+        if option is not None and not (option.is_array and x.default is inspect.Parameter.empty):
+            parameters[name] = option.parameter(name, x.default)
+    return parameters
+
+
+def given(op: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the op's function, by name, with arrays as jax.ShapeDtypeStructs.
+
+    values: of the options of `parameters_of`, by name. Raises UserError for text that cannot be read.
+    """
+    call, arguments = Call(op=op, values=values, arrays=arrays_of(op, values)), arguments_of(op)
+    found: dict[str, Any] = dict(call.arrays)
+    for name in arguments:
+        option = option_of(op, name)
+        if name in values and option is not None:
+            found[name] = option.value(call, values[name])
+    if "block_mask" in arguments:
+        found["block_mask"] = block_mask(call)
+    if "axis_name" in arguments:
+        found["axis_name"] = AXIS
+    return found
 
 
 def arrays_of(op: str, values: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

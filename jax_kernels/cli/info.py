@@ -4,7 +4,6 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
-import re
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -18,8 +17,6 @@ from jax_kernels.cli.ops import OPS
 from jax_kernels.device import DeviceInfo, device_info
 
 PACKAGES = ("jax-kernels", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "flax", "torch", "transformers")
-
-_CANNOT_SERVE = re.compile(r"^implementation='\w+' cannot serve this \w+: ")
 
 
 def find_device(name: str | None) -> DeviceInfo:
@@ -57,7 +54,7 @@ def abilities(device: DeviceInfo) -> dict[str, dict[str, str | None]]:
                 with dispatch.on_device(device):
                     op.plan(sixteen_bits, implementation)
             except NotImplementedError as error:
-                found[name][implementation] = _CANNOT_SERVE.sub("", str(error))
+                found[name][implementation] = dispatch.reason_against(error)
             else:
                 found[name][implementation] = None
     return found

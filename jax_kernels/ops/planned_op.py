@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ __all__ = [
     "Blocks",
     "PlannedCall",
     "PlannedOp",
+    "TunableCall",
     "batched",
     "explained_as",
     "jitted_in_eager_shard_map",
@@ -44,6 +45,7 @@ __all__ = [
     "no_calls",
     "recorded_plans",
     "split_batch",
+    "tuned_by",
     "with_batch",
 ]
 
@@ -51,6 +53,7 @@ __all__ = [
 # arrays.
 MOST_CALLS = 256
 
+_TUNER: contextvars.ContextVar["Tuner | None"] = contextvars.ContextVar("jax_kernels_tuner", default=None)
 _RECORD: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("jax_kernels_plans", default=None)
 
 
@@ -82,6 +85,34 @@ class PlannedCall:
     config: Any
     options: Any
     interpret: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TunableCall:
+    """A planned call with its arrays, which tuning runs again with other implementations and blocks.
+
+    named: the implementation that the caller named, or None. run(call, inputs): the results of a PlannedCall. moving:
+    the fields of `inputs` whose gradients are timed; () if only the forward is. lengths: for fields of integers whose
+    values are traced, the integer by which tuning replaces them; others become 0. reason: why the call cannot be
+    tuned, or None.
+    """
+
+    op: "PlannedOp"
+    request: Request
+    call: PlannedCall
+    named: str | None
+    run: Callable[[Any, Any], Any]
+    inputs: Any
+    moving: tuple[str, ...] = ()
+    lengths: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    reason: str | None = None
+
+
+class Tuner(Protocol):
+    """The object that jax_kernels.tune puts into `tuned_by`."""
+
+    def tuned(self, tunable: TunableCall) -> PlannedCall:
+        """Times the call, or keeps it for later. Returns its PlannedCall with the fastest implementation and blocks."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,6 +152,19 @@ class PlannedOp:
         choice = self.choose(request, implementation)
         return PlannedCall(choice.implementation, choice.config, options, dispatch.interpreting())
 
+    def tuned[Call: PlannedCall](
+        self, call: Call, request: Request, run: Callable[[Any, Any], Any], inputs: Any, named: str | None, **more: Any
+    ) -> Call:
+        """Returns the call; inside jax_kernels.tune, with the implementation and the blocks that were the fastest.
+
+        named: the implementation that the caller named, or None. run, more: fields of TunableCall.
+        """
+        tuner = _TUNER.get()
+        if tuner is None:
+            return call
+        tunable = TunableCall(op=self, request=request, call=call, named=named, run=run, inputs=inputs, **more)
+        return cast(Call, tuner.tuned(tunable))
+
     def explained_by(self, check: Callable[..., tuple[Any, ...]]) -> Callable[[Any], Any]:
         """A decorator that gives a public function the attribute `plan`, which jax_kernels.explain calls.
 
@@ -153,6 +197,16 @@ def explained_as(plan: Callable[..., Plan]) -> Callable[[Any], Any]:
         return function
 
     return decorate
+
+
+@contextlib.contextmanager
+def tuned_by(tuner: Tuner | None) -> Iterator[None]:
+    """A context in which PlannedOp.tuned gives its calls to the tuner; with None they are left as they are."""
+    token = _TUNER.set(tuner)
+    try:
+        yield
+    finally:
+        _TUNER.reset(token)
 
 
 @contextlib.contextmanager

@@ -235,4 +235,14 @@ def prepare(given: FlashArguments) -> tuple[AttentionCall, AttentionInputs]:
         interpret=dispatch.interpreting(),
         out_dtype=str(inputs.query.dtype),
     )
+    call = OP.tuned(
+        call,
+        request,
+        lambda call, inputs: run(with_options(call, has_lse=request.return_lse), inputs),
+        inputs,
+        given.implementation,
+        moving=("query", "key", "value"),
+        lengths={"kv_lengths": request.kv_length},
+        reason=None if inputs.lists is None else "mask: got a prepared mask, want the mask itself, to time all blocks",
+    )
     return call, inputs

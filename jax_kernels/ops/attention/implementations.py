@@ -24,6 +24,7 @@ from jax_kernels.pallas.attention.triton import block_lists as lists_triton
 from jax_kernels.pallas.attention.triton import common as common_triton
 from jax_kernels.pallas.attention.triton import forward as forward_triton
 from jax_kernels.pallas.attention.triton import large_lse_rows
+from jax_kernels.pallas.block_specs.candidates import TiledCall, attention_candidates
 from jax_kernels.pallas.triton import backend
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference.score_mod_gradients import array_gradients
@@ -42,6 +43,7 @@ class AttentionRequest(Request):
     """
 
     SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
+    ROUNDED: ClassVar[tuple[str, ...]] = (*checks.SIZES, "window", "mask_shape", "bias_shape", "q_offset")
 
     batch: int
     q_length: int
@@ -165,6 +167,22 @@ def _config(name: str):
         return blocks, source
 
     return config
+
+
+def _candidates(name: str):
+    """Returns the `candidates` of the implementation `name`: a function from an AttentionRequest to blocks to time."""
+
+    def candidates(request: AttentionRequest) -> dict[str, tuple[Any, ...]]:
+        blocks, _ = _config(name)(request)
+        call = TiledCall(
+            width=max(request.head_dim, request.v_head_dim),
+            itemsize=request.bits // 8,
+            is_causal=request.is_causal,
+            shared_memory=request.device.shared_memory_per_block,
+        )
+        return {side: attention_candidates(getattr(blocks, side), call) for side in ("forward", "backward")}
+
+    return candidates
 
 
 def _supports_mosaic(request: AttentionRequest) -> str | None:
@@ -426,6 +444,7 @@ IMPLEMENTATIONS = {
         _config("mosaic_gpu"),
         kernel(forward_sm90.attention_forward, "forward"),
         _mosaic_backward,
+        _candidates("mosaic_gpu"),
     ),
     "triton": Implementation(
         "triton",
@@ -433,6 +452,7 @@ IMPLEMENTATIONS = {
         _config("triton"),
         kernel(forward_triton.attention_forward, "forward"),
         kernel(backward_triton.attention_backward, "backward"),
+        _candidates("triton"),
     ),
     "cudnn": Implementation("cudnn", _without_mask_objects(_supports_cudnn), without_blocks, _cudnn, None),
     "xla": Implementation(

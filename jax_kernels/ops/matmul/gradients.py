@@ -182,8 +182,9 @@ def further(call: PlannedCall, inputs: MatmulInputs, options: MatmulOptions) -> 
     other matmul.
     """
     request = request_of(options, inputs.x.dtype, options.sizes(inputs), dispatch.target_device(inputs.x))
-    serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
-    return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs)
+    named = call.implementation if IMPLEMENTATIONS[call.implementation].supports(request) is None else "xla"
+    run = lambda call, inputs: batched(call)(inputs)
+    return run(OP.tuned(OP.call(request, options, named), request, run, inputs, named), inputs)
 
 
 def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:

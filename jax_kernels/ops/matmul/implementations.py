@@ -13,6 +13,7 @@ from jax_kernels.ops import unsupported
 from jax_kernels.ops.activations import not_for_mosaic, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.candidates import TiledCall, matmul_candidates
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulCall
 from jax_kernels.pallas.matmul.sm90 import low_bit as low_bit_sm90
 from jax_kernels.pallas.matmul.sm90 import matmul as matmul_sm90
@@ -176,6 +177,19 @@ def _low_bit_config(request: MatmulRequest, implementation: str) -> tuple[Blocks
     return Blocks(forward=row.config, core_count=request.device.core_count), source
 
 
+def _candidates(request: MatmulRequest, implementation: str) -> dict[str, tuple[Any, ...]]:
+    """The blocks that tuning times; none for low-bit weights."""
+    if request.low_bit is not None:
+        return {}
+    blocks, _ = _config(request, implementation)
+    call = TiledCall(
+        itemsize=_sizes(request)[0],
+        is_gated=request.is_gated,
+        shared_memory=request.device.shared_memory_per_block,
+    )
+    return {"forward": matmul_candidates(blocks.forward, call)}
+
+
 def _mosaic(inputs, options, **launch):
     run = matmul_sm90.matmul if options.low_bit is None else low_bit_sm90.matmul
     return run(inputs, options, **launch)
@@ -197,6 +211,7 @@ IMPLEMENTATIONS = {
         functools.partial(_config, implementation="mosaic_gpu"),
         kernel(_mosaic, once=True),
         None,
+        functools.partial(_candidates, implementation="mosaic_gpu"),
     ),
     "triton": Implementation(
         "triton",
@@ -204,6 +219,7 @@ IMPLEMENTATIONS = {
         functools.partial(_config, implementation="triton"),
         kernel(_triton, once=True),
         None,
+        functools.partial(_candidates, implementation="triton"),
     ),
     "xla": Implementation("xla", lambda request: None, without_blocks, _xla, None),
 }

@@ -104,7 +104,8 @@ def matmul(
         scaling=scaling,
         implementation=implementation,
     )
-    return run(OP.call(request, options, implementation), inputs)
+    call = OP.call(request, options, implementation)
+    return run(OP.tuned(call, request, run, inputs, implementation), inputs)
 
 
 @with_plain_numbers("transpose_w")
@@ -175,7 +176,8 @@ def gated_matmul(
         scaling=scaling,
         implementation=implementation,
     )
-    return run(GATED.call(request, options, implementation), inputs)
+    call = GATED.call(request, options, implementation)
+    return run(GATED.tuned(call, request, run, inputs, implementation), inputs)
 
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:

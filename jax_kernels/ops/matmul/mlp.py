@@ -111,7 +111,9 @@ def mlp(
         precision=precision,
         implementation=implementation,
     )
-    return _planned(MLP.call(request, options, implementation), as_varying(inputs, varying_axes(inputs)))
+    inputs = as_varying(inputs, varying_axes(inputs))
+    call = MLP.tuned(MLP.call(request, options, implementation), request, _planned, inputs, implementation)
+    return _planned(call, inputs)
 
 
 def check(

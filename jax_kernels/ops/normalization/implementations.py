@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -34,6 +34,8 @@ class NormRequest(Request):
     rows: the number of rows of x, with `columns` values each. dtype: x's. quantize: the 8-bit format of out, "e4m3" or
     "e5m2"; None for x's dtype.
     """
+
+    ROUNDED: ClassVar[tuple[str, ...]] = ("rows",)
 
     rows: int
     columns: int

@@ -285,7 +285,17 @@ def prepare(
         quantize=quantize,
         quantizes_by_half=quantize is not None and capability is not None and capability < (9, 0),
     )
-    return OPS[op].call(request, options, implementation), as_varying(inputs, varying_axes(inputs))
+    inputs = as_varying(inputs, varying_axes(inputs))
+    moving = tuple(name for name in ("x", "scale", "bias") if getattr(inputs, name) is not None)
+    call = OPS[op].tuned(
+        OPS[op].call(request, options, implementation),
+        request,
+        run,
+        inputs,
+        implementation,
+        moving=() if quantize is not None else moving,
+    )
+    return call, inputs
 
 
 def _check(

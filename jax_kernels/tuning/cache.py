@@ -1,0 +1,167 @@
+"""The winners of tuned calls, in one JSON file per device in the user's cache folder.
+
+A process reads a device's file once, at the first call that is planned for the device. A file that cannot be read, or
+that another version of the library wrote, is reported by one warning and ignored.
+"""
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_kernels.files import write_whole
+from jax_kernels.tuning.winners import Winner
+
+__all__ = ["clear", "find", "folder", "ignored", "listed", "path_of", "store"]
+
+_LOCK_SECONDS = 60.0
+
+# By folder and device name: the winners by key, as this process read or measured them.
+_LOADED: dict[tuple[Path, str], dict[str, Winner]] = {}
+_REPORTED: set[Path] = set()
+_IS_IGNORED: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_kernels_ignores_tuning", default=False)
+
+
+def folder() -> Path | None:
+    """The folder of the files: JAX_KERNELS_CACHE, else the user's cache folder; None without the package platformdirs.
+
+    The folder need not exist.
+    """
+    given = os.environ.get("JAX_KERNELS_CACHE")
+    return Path(given).expanduser() / "tuning" if given else _users_folder()
+
+
+@functools.cache
+def _users_folder() -> Path | None:
+    try:
+        import platformdirs
+    except ModuleNotFoundError:  # the cli extra, with which calls are tuned, is not installed
+        return None
+    return platformdirs.user_cache_path("jax_kernels", appauthor=False) / "tuning"
+
+
+def path_of(device: str) -> Path | None:
+    """The path of a device's file. device: the name of its DeviceInfo. None without a folder."""
+    parent = folder()
+    return None if parent is None else parent / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', device)}.json"
+
+
+def find(device: str) -> Mapping[str, Winner]:
+    """The winners of a device, by the keys of their requests. Empty without a file, and inside `ignored`."""
+    parent = folder()
+    if parent is None or _IS_IGNORED.get():
+        return {}
+    found = _LOADED.get((parent, device))
+    if found is None:
+        found = _LOADED[parent, device] = _read(path_of(device), device)
+    return found
+
+
+@contextlib.contextmanager
+def ignored() -> Iterator[None]:
+    """A context manager: inside, calls are planned as without tuning."""
+    token = _IS_IGNORED.set(True)
+    try:
+        yield
+    finally:
+        _IS_IGNORED.reset(token)
+
+
+def store(device: str, key: str, winner: Winner) -> None:
+    """Keeps the winner of a request, for this process and in the device's file.
+
+    Other processes may store winners at the same time: each one adds to the file under a lock. If the file cannot be
+    written, one warning says so, and the winner serves only this process.
+    """
+    parent, path = folder(), path_of(device)
+    if parent is None or path is None:
+        raise ModuleNotFoundError("tuning needs the package platformdirs, or JAX_KERNELS_CACHE", name="platformdirs")
+    if (parent, device) not in _LOADED:
+        _LOADED[parent, device] = _read(path, device)
+    loaded = _LOADED[parent, device]
+    loaded[key] = loaded[key].joined(winner) if key in loaded else winner
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with _lock(path):
+            kept = _read(path, device)
+            _write(path, device, {**kept, key: kept[key].joined(winner) if key in kept else winner})
+    except OSError as error:
+        _report(path, f"cannot be written ({error}): tuned calls are known to this process alone")
+
+
+def listed() -> dict[str, dict[str, Winner]]:
+    """The winners in the folder, by device and key. Files that `find` would ignore are reported and left out."""
+    found: dict[str, dict[str, Winner]] = {}
+    for path in _files():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            device = json.loads(path.read_text()).get("device")
+            if isinstance(device, str) and (winners := _read(path, device)):
+                found[device] = winners
+    return found
+
+
+def clear() -> list[Path]:
+    """Removes all files of winners, of every version and device, and returns their paths. This process forgets them."""
+    removed = _files()
+    for path in removed:
+        with _lock(path):
+            path.unlink(missing_ok=True)
+    _LOADED.clear()
+    _REPORTED.clear()
+    return removed
+
+
+def _files() -> list[Path]:
+    parent = folder()
+    return [] if parent is None or not parent.is_dir() else sorted(parent.glob("*.json"))
+
+
+def _lock(path: Path) -> Any:
+    """A lock of the file's name, which one process holds at a time. Raises OSError, after a minute or if refused."""
+    import filelock
+
+    return filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS)
+
+
+def _version() -> str:
+    return importlib.import_module("jax_kernels").__version__
+
+
+def _read(path: Path | None, device: str) -> dict[str, Winner]:
+    """The winners of a file; empty without the file, and, with a warning, for one that cannot serve."""
+    if path is None:
+        return {}
+    try:
+        tree = json.loads(path.read_text())
+        if (version := tree["version"]) != _version():
+            _report(path, f"was written by version {version}, and this is {_version()}: it is ignored")
+            return {}
+        if tree["device"] != device:
+            raise ValueError(f"device: got {tree['device']!r}, want {device!r}")
+        return {key: Winner.from_json(entry) for key, entry in tree["winners"].items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        _report(path, f"cannot be read ({error}): it is ignored")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _report(path, f"is corrupt ({type(error).__name__}: {error}): it is ignored")
+    return {}
+
+
+def _write(path: Path, device: str, winners: Mapping[str, Winner]) -> None:
+    entries = {key: winners[key].as_json() for key in sorted(winners)}
+    write_whole(path, json.dumps({"version": _version(), "device": device, "winners": entries}, indent=1) + "\n")
+
+
+def _report(path: Path, problem: str) -> None:
+    """Warns about a file, once in a process."""
+    if path not in _REPORTED:
+        _REPORTED.add(path)
+        warnings.warn(f"tuned calls: {path} {problem}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,265 @@
+"""Times the candidates of a call: the implementations that serve it, and other blocks of the faster ones."""
+
+import dataclasses
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels import dispatch
+from jax_kernels.dispatch import Choice
+from jax_kernels.ops.planned_op import TunableCall, tuned_by
+from jax_kernels.tuning import cache
+from jax_kernels.tuning.timers import Program, Timer, milliseconds
+from jax_kernels.tuning.winners import Timed, Winner
+
+__all__ = ["Measurement", "NothingToTuneError", "Settings"]
+
+_TURNS = 3  # readings of a candidate when it is first timed
+_ROUNDS = 5  # readings of each of the fastest candidates, which alternate
+_FINALISTS = 3
+_GAIN = 0.99  # the part of the block spec's time that other blocks may take at most
+# The blocks of an implementation are varied if it takes at most this multiple of the fastest one's time.
+_NEAR = 1.5
+# A candidate whose first call takes more than this multiple of the fastest one's time gets no further reading.
+_FAR = 5.0
+
+
+class NothingToTuneError(Exception):
+    """A call has one candidate, or none runs. The text is the reason."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """timer: reads the times. seconds: of a reading's queue of calls. gradients: whether gradients are timed too.
+
+    step(text): is called before each candidate is compiled and timed.
+    """
+
+    timer: Timer
+    seconds: float
+    gradients: bool
+    step: Callable[[str], None]
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Candidate:
+    """A program and its readings in ms. result: of one call, to compare results; None after the comparison."""
+
+    program: Program
+    readings: list[float] = dataclasses.field(default_factory=list)
+    result: Any = None
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.readings)
+
+
+class Measurement:
+    """The candidates of one call, and their times.
+
+    failed: the text of each candidate that raised, or whose results differ, with the reason.
+    """
+
+    def __init__(self, tunable: TunableCall, settings: Settings):
+        self.tunable, self.settings = tunable, settings
+        self.failed: dict[str, str] = {}
+        self.direction = "gradients" if settings.gradients and tunable.moving else "forward"
+        self._wanted: dict[str, Any] = {}  # by direction, the results of the first candidate
+        op, request = tunable.op, tunable.request
+        with cache.ignored():
+            self.untuned: Choice = op.choose(request, tunable.named)
+        self.names = dispatch.serving(request, op.implementations, op.order, tunable.named)
+
+    def count(self) -> int:
+        """The number of candidates, at most: some implementations are too slow to vary their blocks."""
+        return len(self.names) + sum(len(list(self._others(name))) for name in self.names)
+
+    def winner(self) -> Winner:
+        """Times the candidates. Raises NothingToTuneError if there are fewer than two, or if none runs."""
+        if self.count() < 2:
+            only = f"{self.names[0]} is the only candidate" if self.names else "plain JAX serves it"
+            raise NothingToTuneError(f"{only} on {self.tunable.request.device.name}")
+        with tuned_by(None):
+            base = self._implementations()
+            best = {name: self._varied(name, base) for name in base}
+            return self._final(base, best)
+
+    def _implementations(self) -> dict[str, _Candidate]:
+        """The candidates with the block specs, by implementation; the untuned one first, whose results are right."""
+        found: dict[str, _Candidate] = {}
+        first = self.untuned.implementation
+        for name in sorted(self.names, key=lambda name: name != first):
+            config, _ = self.tunable.op.implementations[name].config(self.tunable.request)
+            candidate = self._timed(name, config, self.direction, name, found.values())
+            if candidate is not None:
+                found[name] = candidate
+        if not found:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
+            raise NothingToTuneError(f"no implementation runs: {reasons}")
+        return found
+
+    def _others(self, name: str) -> Iterator[tuple[str, Any]]:
+        """(field of the config, blocks) of each candidate of an implementation, without its block spec."""
+        candidates = self.tunable.op.implementations[name].candidates
+        found: Mapping[str, Sequence[Any]] = {} if candidates is None else candidates(self.tunable.request)
+        for field, blocks in found.items():
+            if field == "forward" or self.direction == "gradients":
+                yield from ((field, x) for x in blocks)
+
+    def _varied(self, name: str, base: Mapping[str, _Candidate]) -> _Candidate:
+        """The fastest candidate of an implementation: first the blocks of the forward vary, then of the backward."""
+        best, others = base[name], list(self._others(name))
+        if best.ms > _NEAR * min(candidate.ms for candidate in base.values()):
+            return best
+        for field in dict.fromkeys(field for field, _ in others):
+            direction = "forward" if field == "forward" else self.direction
+            start = best
+            if best.program.direction != direction:
+                timed = self._timed(name, best.program.config, direction, name, ())
+                if timed is None:
+                    continue
+                start = timed
+            tried = [start]
+            for blocks in (blocks for of, blocks in others if of == field):
+                config = dataclasses.replace(start.program.config, **{field: blocks})
+                candidate = self._timed(name, config, direction, f"{name} {blocks}", tried)
+                tried += [] if candidate is None else [candidate]
+            found = self._fastest(start, tried)
+            if found is not start:
+                again = found
+                if direction != self.direction:
+                    timed = self._timed(name, found.program.config, self.direction, f"{name} {field}", (best,))
+                    again = best if timed is None else timed
+                best = again
+        return best
+
+    def _fastest(self, start: _Candidate, tried: Sequence[_Candidate]) -> _Candidate:
+        """The fastest of the candidates, after rounds in which the fastest alternate; `start` if none gains enough."""
+        nearest = sorted((x for x in tried if x is not start), key=lambda x: x.ms)[:_FINALISTS]
+        if not nearest:
+            return start
+        self._alternate([start, *nearest])
+        best = min(nearest, key=lambda x: x.ms)
+        return best if best.ms <= _GAIN * start.ms else start
+
+    def _final(self, base: Mapping[str, _Candidate], best: Mapping[str, _Candidate]) -> Winner:
+        """The Winner, after rounds in which the implementations near the fastest alternate with their block specs."""
+        least = min(candidate.ms for candidate in best.values())
+        near = [x for name in best for x in (base[name], best[name]) if best[name].ms <= _NEAR * least]
+        self._alternate(list(dict.fromkeys(near)))
+        timed = []
+        for name in best:
+            spec, changed = base[name], best[name]
+            is_faster = changed is not spec and changed.ms <= _GAIN * spec.ms
+            timed.append(
+                Timed(
+                    name=name,
+                    ms=changed.ms if is_faster else spec.ms,
+                    untuned_ms=spec.ms,
+                    blocks=_blocks(spec.program.config, changed.program.config) if is_faster else {},
+                )
+            )
+        timed.sort(key=lambda x: x.ms)
+        fastest, untuned = timed[0].name, self.untuned.implementation
+        spec_of = {x.name: x for x in timed}
+        if untuned in spec_of and timed[0].ms > _GAIN * spec_of[untuned].ms:
+            fastest = untuned
+        return Winner(
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            timer=self.settings.timer.name,
+            with_gradients=self.direction == "gradients",
+            untuned=untuned,
+            fastest=fastest if self.tunable.named is None else None,
+            timed=tuple(timed),
+        )
+
+    def _alternate(self, candidates: Sequence[_Candidate]) -> None:
+        """Replaces the readings of the candidates by new ones, taken in turn."""
+        once = {id(x): x.ms for x in candidates}
+        for candidate in candidates:
+            candidate.readings = []
+        for _ in range(_ROUNDS):
+            for x in candidates:
+                x.readings.append(milliseconds(x.program, self.settings.timer, self.settings.seconds, once[id(x)]))
+
+    def _timed(self, name: str, config: Any, direction: str, text: str, others: Any) -> _Candidate | None:
+        """A candidate with its first readings; None if it raises or its results are wrong, which `failed` records.
+
+        others: candidates of the same direction. One that is much slower than one of them has a single reading.
+        """
+        self.settings.step(text)
+        candidate = _Candidate(program=_program(self.tunable, name, config, direction))
+        try:
+            got = jax.block_until_ready(candidate.program.call())
+            self._check(got, direction)
+            begin = time.perf_counter()
+            jax.block_until_ready(candidate.program.call())
+            once = (time.perf_counter() - begin) * 1e3
+            del got
+            times = [other.ms for other in others if other.program.direction == direction]
+            is_far = bool(times) and once > max(_FAR * min(times), 1.0)
+            for _ in range(1 if is_far else _TURNS):
+                candidate.readings.append(
+                    milliseconds(candidate.program, self.settings.timer, self.settings.seconds, once)
+                )
+        except Exception as error:  # it does not compile, or asks for too much memory
+            self.failed[text] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return None
+        return candidate
+
+    def _check(self, got: Any, direction: str) -> None:
+        """Raises ValueError if results differ from the first candidate's in this direction."""
+        if direction not in self._wanted:
+            self._wanted[direction] = got
+            return
+        error = _relative_error(got, self._wanted[direction])
+        if not error <= _TOLERANCE:
+            raise ValueError(f"its results differ from the untuned call's by {error:.1e} of their norm")
+
+
+_TOLERANCE = 0.03  # of the norm of a result: bfloat16 gradients of long sums differ by a hundredth
+
+
+def _relative_error(got: Any, want: Any) -> float:
+    """The largest difference of two results, as a part of an array's norm. Infinite values are left out."""
+    worst = 0.0
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        is_finite = jnp.isfinite(y)
+        x, y = jnp.where(is_finite, x, 0), jnp.where(is_finite, y, 0)
+        error = jnp.linalg.norm((x - y).ravel()) / jnp.maximum(jnp.linalg.norm(y.ravel()), 1e-30)
+        worst = max(worst, float(jnp.where(jnp.isnan(error), jnp.inf, error)))
+    return worst
+
+
+def _program(tunable: TunableCall, name: str, config: Any, direction: str) -> Program:
+    """The jitted call by an implementation with a config. direction: "forward" or "gradients"."""
+    call = dataclasses.replace(tunable.call, implementation=name, config=config)
+
+    def forward(inputs: Any) -> Any:
+        return tunable.run(call, inputs)
+
+    def gradients(inputs: Any) -> Any:
+        moving = {field: getattr(inputs, field) for field in tunable.moving}
+        out, vjp = jax.vjp(lambda moving: tunable.run(call, inputs._replace(**moving)), moving)
+        return vjp(jax.tree.map(jnp.ones_like, out))
+
+    jitted = jax.jit(forward if direction == "forward" else gradients)
+    return Program(implementation=name, config=config, direction=direction, call=lambda: jitted(tunable.inputs))
+
+
+def _blocks(before: Any, after: Any) -> dict[str, dict[str, Any]]:
+    """The fields of a config that changed, with the name of the type of their blocks and their plain values."""
+    changed = {}
+    for field in dataclasses.fields(before):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if old != new:
+            values = {x.name: getattr(new, x.name) for x in dataclasses.fields(new)}
+            plain = {name: x for name, x in values.items() if isinstance(x, bool | int | None)}
+            changed[field.name] = {"type": type(new).__name__, **plain}
+    return changed
