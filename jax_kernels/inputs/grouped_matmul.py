@@ -47,7 +47,7 @@ class GroupedOptions:
     out_dtype: of the results. activation: an elementwise function in jnp, or None. precision: of float32 matmuls,
     "fp32" or "tf32"; otherwise None. saves_preactivation: whether the result has the preactivation.
 
-    In the gradient of w, out_dtype and transpose_w are those of the gradient.
+    In a call for the gradient of w, out_dtype and transpose_w are of this gradient.
     """
 
     out_dtype: str

@@ -15,7 +15,7 @@ from jax_kernels.testing import largest_error
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
 
-__all__ = ["CASES", "ERROR", "LONG", "QUICK", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
+__all__ = ["CASES", "ERROR", "HOPPER", "LONG", "QUICK", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +172,15 @@ TRITON = {name: case for name, case in CASES.items() if name != "float32"} | {
     "many_groups": Case(tuple(range(17)) * 2, 64, 72, bias="float32"),
     "tf32_epilogue": Case((33, 1, 96), 40, 33, dtype="float32", precision="tf32", activation="gelu", bias="float32"),
 }
+# Cases that the Hopper kernel serves: blocks of 64 rows that overlap, and groups of fewer rows.
+HOPPER = {
+    "small": Case((5, 0, 17, 1, 8, 63), 64, 64, past=3),
+    "overlapping": Case((65, 0, 130, 127, 64), 64, 128, bias="float32", activation="silu"),
+    "blocks": Case((64, 0, 192, 20, 128), 128, 64, past=64, bias="bfloat16", activation="tanh"),
+    "past": Case((3, 77), 128, 64, past=140, bias="bfloat16", activation="gelu_tanh"),
+    "edges": Case((200, 1), 192, 320, transpose_w=True, dtype="float16", activation="relu"),
+    "all_in_one": Case((0, 301, 0), 128, 192, bias="bfloat16"),
+}
 # For a GPU: many tiles, and long groups.
 LONG = {
     "many": Case((1000, 0, 3, 2045, 900, 1, 147), 1024, 1536, activation="gelu", bias="float32", past=5),
@@ -185,7 +194,7 @@ QUICK = ("plain", "past", "primes", "float32", "tf32", "wide_out")
 TYPICAL = {
     "grouped_matmul": TypicalCall(
         grouped_matmul,
-        implementations=("triton", "xla"),
+        implementations=("mosaic_gpu", "triton", "xla"),
         shapes=((LENGTH, 4096), (8, 4096, 1024)),
         arguments={"group_sizes": spec((8,), "int32")},
     ),

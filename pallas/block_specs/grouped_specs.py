@@ -3,7 +3,26 @@
 import dataclasses
 from typing import Any
 
-from jax_kernels.pallas.block_specs.specs import TimedGpu
+from jax_kernels.pallas.block_specs.specs import TimedGpu, positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedSm90:
+    """Blocks of the Hopper grouped matmul: 128 rows of one group, 64 for each of two warpgroups, and block_n columns.
+
+    stages: the number of stages of the pipeline in shared memory, each with 64 values of the inner dimension. The kernel
+    uses fewer stages if shared memory lacks room. row_group: the number of row tiles that run at the same time. The L2
+    cache holds their x.
+    """
+
+    block_n: int
+    stages: int
+    row_group: int
+
+    def __post_init__(self) -> None:
+        positive(self, block_n=64, stages=1, row_group=1)
+        if self.block_n > 256:
+            raise ValueError(f"GroupedSm90.block_n={self.block_n} must be at most 256")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +58,9 @@ class GroupedCall:
 class GroupedRow:
     """The blocks of a grouped matmul. The first row of a table that matches all facts of a call is used.
 
-    implementation: the implementation's name. forward: the blocks of the matmul and of the gradient of x, for "triton"
-    a MatmulTriton. weight_gradient: the blocks of the gradient of w, likewise: the matmul of x's transpose [K, rows of
-    a group] and the cotangent [rows of a group, N]. mean_rows: the largest mean number of rows of a group; None matches
+    implementation: the implementation's name. forward: the blocks of the matmul and of the gradient of x, a MatmulTriton
+    or a GroupedSm90. weight_gradient: the blocks of the gradient of w, a MatmulTriton: the matmul of x's transpose [K,
+    rows of a group] and the cotangent [rows of a group, N]. mean_rows: the largest mean number of rows of a group; None matches
     any. bits: of x's dtype. is_aligned: the call's value in GroupedCall; None matches any. measured_on: the GPU on
     which a call with these blocks was timed; None if on none.
     """

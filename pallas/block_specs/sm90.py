@@ -3,7 +3,7 @@
 The comment at a value gives its reason. benchmarks/notes has the other values that were tried.
 """
 
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedRow
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedOrder, GroupedRow, GroupedSm90
 from jax_kernels.pallas.block_specs.matmul_specs import (
     MatmulLowBitRow,
     MatmulLowBitSm90,
@@ -155,14 +155,22 @@ MATMUL_LOW_BIT = (
 
 FEW_GROUPED, _, *OTHER_GROUPED = SM80.grouped
 # Not measured. As in MATMUL_TRITON, wgmma leaves registers for twice sm_80's block_k.
+WIDE_GROUPED = MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 GROUPED = (
+    # The blocks of the matmul. Triton computes the gradient of w.
+    GroupedRow(
+        implementation="mosaic_gpu",
+        bits=16,
+        forward=GroupedSm90(block_n=256, stages=4, row_group=8),
+        weight_gradient=WIDE_GROUPED,
+    ),
     FEW_GROUPED,
     GroupedRow(
         implementation="triton",
         bits=16,
         is_aligned=True,
-        forward=MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4),
-        weight_gradient=MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4),
+        forward=WIDE_GROUPED,
+        weight_gradient=WIDE_GROUPED,
     ),
     *OTHER_GROUPED,
 )
@@ -260,7 +268,7 @@ SM90 = BlockSpecs(
     matmul=MATMUL,
     low_bit_order=LOW_BIT_ORDER,
     matmul_low_bit=MATMUL_LOW_BIT,
-    grouped_order=SM80.grouped_order,
+    grouped_order=(GroupedOrder(names=("mosaic_gpu", "triton", "xla")),),  # not measured
     grouped=GROUPED,
     norm_order=NORM_ORDER,
     norm=NORM,

@@ -14,6 +14,7 @@ ARGUMENTS = {
     "dilated": "",
     "features": "--shape 1,8,2,16",
     "fp8": "",
+    "grouped": "",
     "mask_building": "",
     "matmul": "",
     "normalization": "",

@@ -69,8 +69,9 @@ def _dx(call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, out_dtype: str 
     )
     given = GroupedInputs(x=dz, w=inputs.w, group_sizes=inputs.group_sizes)
     request = request_of(options, dz.dtype, options.sizes(given), dispatch.target_device(dz))
-    serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
-    return _forward_of(OP.call(request, options, call.implementation if serves else "xla"))(given).out
+    names = dict.fromkeys([call.implementation, "triton", "xla"])
+    name = next(name for name in names if IMPLEMENTATIONS[name].supports(request) is None)
+    return _forward_of(OP.call(request, options, name))(given).out
 
 
 def _dw(call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, out_dtype: str | None = None) -> jax.Array:

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.grouped_matmul import GroupedOptions
 from jax_kernels.ops import unsupported
-from jax_kernels.ops.activations import not_for_triton
+from jax_kernels.ops.activations import not_for_mosaic, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedCall
+from jax_kernels.pallas.grouped.sm90.matmul import grouped_matmul as sm90_matmul
 from jax_kernels.pallas.grouped.triton.matmul import grouped_matmul as triton_matmul
 from jax_kernels.pallas.grouped.triton.weight_gradient import weight_gradient as triton_weight_gradient
+from jax_kernels.pallas.triton import backend
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.reference import grouped_matmul as reference
 
@@ -58,6 +60,17 @@ def request_of(options: GroupedOptions, dtype: Any, sizes: tuple[int, int, int, 
     )
 
 
+def _supports_mosaic(request: GroupedRequest) -> str | None:
+    """The reason, in words for users, why the Hopper kernel cannot serve the request; None if it can."""
+    if reason := unsupported.no_gpu(request) or unsupported.not_hopper(request):
+        return reason
+    if "float32" in (request.dtype, request.out_dtype):
+        return "it takes and returns bfloat16 and float16, not float32"
+    if request.n % 64 or request.k % 64:
+        return "it needs K and N in multiples of 64"
+    return not_for_mosaic(request.activation) or unsupported.no_mosaic(request)
+
+
 def _supports_triton(request: GroupedRequest) -> str | None:
     """The reason, in words for users, why the Triton kernels cannot serve the request; None if they can."""
     if reason := unsupported.no_triton(request):
@@ -92,7 +105,21 @@ def _xla_weight_gradient(inputs, options, *, config, interpret):
     return reference.weight_gradient(inputs, options)
 
 
+def _mosaic_weight_gradient(inputs, options, **launch):
+    """The gradient of w on Hopper: by Triton, or in plain JAX if this JAX has no Pallas-Triton."""
+    if not backend.AVAILABLE:
+        return reference.weight_gradient(inputs, options)
+    return triton_weight_gradient(inputs, options, **launch)
+
+
 IMPLEMENTATIONS = {
+    "mosaic_gpu": Implementation(
+        "mosaic_gpu",
+        _supports_mosaic,
+        functools.partial(_config, implementation="mosaic_gpu"),
+        kernel(sm90_matmul, once=True),
+        kernel(_mosaic_weight_gradient, "backward", once=True),
+    ),
     "triton": Implementation(
         "triton",
         _supports_triton,

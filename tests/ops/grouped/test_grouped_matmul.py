@@ -107,7 +107,7 @@ def test_one_program_for_all_sizes():
 
 
 def test_nan_stays_in_its_group():
-    """In the results and the gradients, also of NaN weights."""
+    """The results and the gradients of other groups are finite."""
     x, w = X.at[3].set(jnp.nan), W.at[1].set(jnp.nan)
     out, vjp = jax.vjp(lambda x, w, bias: grouped_matmul(x, w, GROUP_SIZES, bias=bias), x, w, BIAS)
     assert np.isnan(out[3]).all()

@@ -1,0 +1,250 @@
+"""grouped_matmul against jax.lax.ragged_dot, torch._grouped_mm and a dense matmul, in one alternating run.
+
+    PYTHONPATH=. python benchmarks/grouped.py --shapes "32768,1280,2560,64" --output results/grouped.json
+
+A shape is rows,columns,inner,groups. Sizes of the groups: "even"; "skewed", in proportion to 1/1, 1/2, 1/3, ..., in
+random order. Peers: "ragged_dot"; "torch", torch._grouped_mm; "dense", one matmul [rows, inner] @ [inner, columns] by
+XLA, which has the same FLOPs and reads the weights of one group only. --with-gradients times the forward and the
+gradients of x and w. --epilogue adds a bias and silu to this library's calls, without peers. --sweep times other blocks
+of the Triton kernels, forward and gradient of the weights, as "block_m,block_n,block_k,num_warps,num_stages,row_group",
+or only the changed fields by name, as "num_stages=3".
+
+The exit status is 1 if a contender failed or was wrong.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import command_line, report
+from harness.cases import ROTATION_BYTES, TOLERANCE, relative_error
+from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone, gpu_among_others
+from harness.timers import choose_timer, close
+from harness.timing import Contender, alternate, speed_ratio, spread
+
+from jax_kernels import grouped_matmul, matmul
+from jax_kernels.pallas import block_specs
+
+SHAPES = "32768,1280,2560,64;16384,14336,4096,8"
+SIZES = ("even", "skewed")
+IMPLEMENTATIONS = ("triton", "xla")
+PEERS = "ragged_dot,torch,dense"
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "tf32": jnp.float32}
+SWEPT = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "row_group")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A grouped matmul of x [m, k] and w [groups, k, n]. sizes: "even" or "skewed".
+
+    has_epilogue: with a bias and silu. has_gradients: the call is the forward and the gradients of all float arrays.
+    """
+
+    m: int
+    n: int
+    k: int
+    groups: int
+    sizes: str
+    dtype: str
+    has_epilogue: bool = False
+    has_gradients: bool = False
+
+    @property
+    def label(self) -> str:
+        rest = ["epilogue"] * self.has_epilogue + ["with gradients"] * self.has_gradients
+        return " ".join([f"{self.m}x{self.n}x{self.k} {self.groups} {self.sizes} {self.dtype}", *rest])
+
+    @property
+    def group_sizes(self) -> np.ndarray:
+        """int32 [groups], with the sum m."""
+        shares = np.ones(self.groups)
+        if self.sizes == "skewed":
+            shares = np.random.default_rng(0).permutation(1 / np.arange(1, self.groups + 1))
+        ends = np.round(np.cumsum(shares) / shares.sum() * self.m).astype(np.int32)
+        return np.diff(ends, prepend=0).astype(np.int32)
+
+    def tflops(self, milliseconds: float) -> float:
+        return 2 * self.m * self.n * self.k * (3 if self.has_gradients else 1) / milliseconds / 1e9
+
+    def arrays(self) -> list[dict[str, jax.Array]]:
+        """Sets of x, w, group_sizes, with has_epilogue bias, and dout, larger than the L2 cache together."""
+        shapes = {"x": (self.m, self.k), "w": (self.groups, self.k, self.n), "dout": (self.m, self.n)}
+        shapes |= {"bias": (self.groups, self.n)} if self.has_epilogue else {}
+        size = jnp.dtype(DTYPES[self.dtype]).itemsize * sum(map(np.prod, shapes.values()))
+        normal = lambda key, shape: jax.random.normal(key, shape, DTYPES[self.dtype]) * self.k**-(0.25)
+        sets = []
+        for seed in range(max(1, min(16, round(ROTATION_BYTES / size)))):
+            keys = jax.random.split(jax.random.key(seed), len(shapes))
+            made = {name: normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+            sets.append(jax.block_until_ready(made | {"group_sizes": jnp.asarray(self.group_sizes)}))
+        return sets
+
+    def call(self, op: Callable[..., Any], arrays: dict[str, jax.Array]) -> Any:
+        """The result of op(x, w, group_sizes, ...), with has_gradients followed by the gradients, as a list."""
+        given = {name: x for name, x in arrays.items() if name not in ("group_sizes", "dout")}
+        run = lambda given: op(**given, group_sizes=arrays["group_sizes"])
+        if not self.has_gradients:
+            return [run(given)]
+        out, vjp = jax.vjp(run, given)
+        return [out, *jax.tree.leaves(vjp(arrays["dout"]))]
+
+
+def compiled(case: Case, sets: list[dict[str, Any]], op: Callable[..., Any]) -> Callable[[int], Any]:
+    program = jax.jit(functools.partial(case.call, op)).lower(sets[0]).compile()
+    return lambda index: program(sets[index % len(sets)])
+
+
+def ours(
+    case: Case, sets: list[dict[str, Any]], implementation: str, blocks: dict[str, int] | None = None
+) -> Callable[[int], Any]:
+    """The call. blocks: the fields to replace in both block specs of a Triton call, by name."""
+    options: dict[str, Any] = {"activation": "silu"} if case.has_epilogue else {}
+    options |= {"precision": "tf32"} if case.dtype == "tf32" else {}
+    op = functools.partial(grouped_matmul, implementation=implementation, **options)
+    found = block_specs.grouped_row
+
+    def grouped_row(*call: Any) -> Any:
+        row, source = found(*call)
+        parts = (dataclasses.replace(part, **blocks or {}) for part in (row.forward, row.weight_gradient))
+        return dataclasses.replace(row, **dict(zip(("forward", "weight_gradient"), parts, strict=True))), source
+
+    with mock.patch.object(block_specs, "grouped_row", grouped_row):
+        return compiled(case, sets, op)
+
+
+def by_ragged_dot(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
+    precision: Any = jax.lax.DotAlgorithmPreset.TF32_TF32_F32 if case.dtype == "tf32" else None
+    return compiled(case, sets, lambda x, w, group_sizes: jax.lax.ragged_dot(x, w, group_sizes, precision=precision))
+
+
+def by_dense(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
+    """One matmul with the weights of group 0, and the gradients of x and of these weights."""
+    precision = "tf32" if case.dtype == "tf32" else None
+    op = lambda x, w, group_sizes: matmul(x, w, implementation="xla", precision=precision)
+    return compiled(case, [arrays | {"w": arrays["w"][0]} for arrays in sets], op)
+
+
+def by_torch(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
+    import torch
+
+    if case.dtype != "bf16":
+        raise NotImplementedError("torch._grouped_mm takes bfloat16")
+    given = [{name: torch.from_dlpack(x) for name, x in arrays.items()} for arrays in sets]
+    given = [arrays | {name: arrays[name].clone().requires_grad_() for name in ("x", "w")} for arrays in given]
+    offsets = [arrays["group_sizes"].cumsum(0, dtype=torch.int32) for arrays in given]
+
+    def call(index: int) -> Any:
+        arrays, ends = given[index % len(given)], offsets[index % len(given)]
+        with torch.set_grad_enabled(case.has_gradients):
+            out = torch._grouped_mm(arrays["x"], arrays["w"], offs=ends)
+        if not case.has_gradients:
+            return [out]
+        return [out, *reversed(torch.autograd.grad(out, (arrays["x"], arrays["w"]), arrays["dout"]))]
+
+    return call
+
+
+def _blocks(part: str) -> dict[str, int]:
+    """The fields of a block spec in a part of --sweep, given in order or by name."""
+    if "=" not in part:
+        return dict(zip(SWEPT, command_line.numbers(part), strict=True))
+    return {name: int(value) for name, value in (word.split("=") for word in part.split(","))}
+
+
+def contenders_of(case: Case, sets: list[dict[str, Any]], args: argparse.Namespace) -> list[Contender]:
+    """The contenders that could be built. JAX's, except the dense matmul, are judged against XLA's results."""
+    found: list[Contender] = []
+    with gpu_among_others():
+        wanted = jax.block_until_ready(ours(case, sets, "xla")(0))
+
+    def add(name: str, framework: str, build: Callable[[], Callable[[int], Any]], is_judged: bool = True) -> None:
+        contender = Contender(name, framework)
+        found.append(contender)
+        with contender.attempt():
+            output = contender.begin(build)
+            if framework == "jax" and is_judged:
+                with gpu_alone():
+                    contender.judge(relative_error(output, wanted), "xla", TOLERANCE)
+
+    for name in ("triton",) if args.sweep else args.implementations:
+        add(name, "jax", lambda name=name: ours(case, sets, name))
+    for part in filter(None, (args.sweep or "").split(";")):
+        add(part, "jax", lambda part=part: ours(case, sets, "triton", _blocks(part)))
+    if case.has_epilogue:
+        return found
+    if "ragged_dot" in args.peers:
+        add("ragged_dot", "jax", lambda: by_ragged_dot(case, sets))
+    if "torch" in args.peers:
+        add("torch", "torch", lambda: by_torch(case, sets))
+    if "dense" in args.peers:
+        add("dense", "jax", lambda: by_dense(case, sets), is_judged=False)
+    return found
+
+
+def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    with gpu_among_others():
+        sets = case.arrays()
+    contenders = contenders_of(case, sets, args)
+    alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
+    sizes = case.group_sizes
+    row: dict[str, Any] = dataclasses.asdict(case) | {"label": case.label, "contenders": []}
+    row |= {"smallest_group": int(sizes.min()), "largest_group": int(sizes.max())}
+    for contender in contenders:
+        found = {"name": contender.name, "framework": contender.framework, **contender.findings}
+        if contender.times:
+            found["tflops"] = case.tflops(spread(contender.times)["median"])
+        row["contenders"].append(found)
+    times = {c.name: c.times for c in contenders if c.times}
+    for other in list(times)[1:]:
+        row.setdefault("speed_ratios", {})[other] = speed_ratio(next(iter(times.values())), times[other])
+    medians = sorted((spread(x)["median"], name) for name, x in times.items())
+    say(f"{case.label}: " + ", ".join(f"{name} {ms:.4f} ms {case.tflops(ms):.0f}" for ms, name in medians))
+    for c in contenders:
+        if c.status not in ("ok", "unavailable"):
+            say(f"  {c.name}: {c.status}: {c.reason}")
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05, budget=1e9)
+    parser.add_argument("--shapes", default=SHAPES, help="rows,columns,inner,groups, separated by ';'")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="comma list of even, skewed")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")
+    parser.add_argument("--epilogue", action="store_true", help="with a bias and silu")
+    parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="comma list of this library's")
+    parser.add_argument("--peers", default=PEERS)
+    parser.add_argument("--sweep", help="blocks of the Triton kernels, separated by ';'")
+    args = parser.parse_args(argv)
+    shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
+    kinds = command_line.names("sizes", args.sizes, SIZES)
+    args.implementations = command_line.names("implementations", args.implementations, IMPLEMENTATIONS)
+    args.peers = command_line.names("peers", args.peers, PEERS.split(",")) if args.peers else []
+    prepare_process()
+    until = time.monotonic() + args.budget
+    with_torch = "torch" in args.peers and not args.epilogue
+    name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
+    results = report.header(args.commit, with_torch, timer=name, rows=[])
+    for case in [
+        Case(*shape, kind, args.dtype, args.epilogue, args.with_gradients) for shape in shapes for kind in kinds
+    ]:
+        if time.monotonic() > until:
+            say(f"{case.label}: the budget is spent")
+            continue
+        results["rows"].append(measure(case, timer, args))
+        report.write_json(args.output, results)
+    close(timer)
+    return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

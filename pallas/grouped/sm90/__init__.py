@@ -1,0 +1,1 @@
+"""Grouped matmul on Hopper, in Pallas-Mosaic."""

@@ -1,0 +1,234 @@
+"""The Hopper grouped matmul with its epilogue: out[i] = activation(x[i] @ w[group of i] + bias[group of i]).
+
+One CTA runs on each SM, and takes one work tile of 128 rows of one group and block_n columns after another. A memory
+warpgroup loads blocks of 64 values of the inner dimension through a pipeline of stages, and runs ahead into the next
+work tile. Each of two compute warpgroups owns 64 rows, whose sums stay in registers.
+
+A store writes whole blocks of 64 rows. So the last rows of a group are computed in a block that ends with the group,
+and overlaps the block before; both write the same values. Only a group with fewer than 64 rows is stored in parts.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
+from jax_kernels.pallas.grouped.sm90.state import (
+    BLOCK_K,
+    BUFFERS,
+    COLUMNS,
+    COMPUTE_WGS,
+    ROWS,
+    Kernel,
+    Schedule,
+    Smem,
+    Traits,
+    WorkTile,
+)
+from jax_kernels.pallas.kernel_types import Index, Ref
+from jax_kernels.pallas.mosaic.elementwise import for_tiles
+from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
+
+# Registers per thread of a compute warpgroup, and of the memory warpgroup.
+REGISTERS = 240, 24
+EIGHT = 8  # rows of a swizzle atom
+
+
+def grouped_matmul(
+    inputs: GroupedInputs, options: GroupedOptions, *, config: GroupedSm90, core_count: int, interpret: bool
+) -> GroupedResult:
+    """Computes activation(x @ w[group] + bias[group]) on Hopper; rows past the last group are 0.
+
+    x and out have 16 bits. N and K are multiples of 64. core_count: the number of SMs. interpret: runs the kernel in
+    JAX's interpreter.
+    """
+    traits = Traits.of(inputs, options, config)
+    leaves, tree = jax.tree.flatten((inputs._replace(group_sizes=None), Schedule.of(inputs.group_sizes, traits.m)))  # type: ignore[arg-type]
+    out = jax.ShapeDtypeStruct((traits.m, traits.n), options.out_dtype)
+    ctas = min(core_count, traits.row_tiles * traits.n_blocks)
+
+    def entry(*refs: Ref) -> None:
+        given, schedule = jax.tree.unflatten(tree, refs[: len(leaves)])
+        kernel = functools.partial(
+            Kernel, traits=traits, ctas=ctas, inputs=given, schedule=schedule, results=list(refs[len(leaves) :])
+        )
+        pl.run_scoped(lambda smem: _kernel(kernel(smem=smem)), Smem.scratch(traits), collective_axes="wg")
+
+    results = launch(
+        entry,
+        "grouped_matmul_sm90",
+        out_type=[out, out] if options.saves_preactivation else [out],
+        ctas=ctas,
+        warpgroups=COMPUTE_WGS + 1,
+        semantics=plgpu.LoweringSemantics.Warpgroup,
+        interpret=interpret,
+    )(*leaves)
+    return GroupedResult(*results)
+
+
+def _kernel(kernel: Kernel) -> None:
+    """Runs one warpgroup of a CTA: the memory warpgroup or a compute warpgroup."""
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == COMPUTE_WGS)
+    def _memory():
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        kernel.for_each_tile(functools.partial(_load_tile, kernel))
+
+    @pl.when(wg < COMPUTE_WGS)
+    def _compute():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        kernel.for_each_tile(functools.partial(_compute_tile, kernel, wg))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _load_tile(kernel: Kernel, tile: WorkTile, filled: Index) -> None:
+    """Loads a work tile's blocks of x and w, step by step, as stages become free."""
+    traits, inputs, smem = kernel.traits, kernel.inputs, kernel.smem
+    _, x_copies = traits.tiles.views(smem.x)
+
+    def step(i, _):
+        number = filled + i
+        slot = lax.rem(number, jnp.int32(traits.stages))
+
+        @pl.when(number >= traits.stages)
+        def _wait():
+            plgpu.barrier_wait(smem.free.at[slot])
+
+        depth, columns = pl.ds(i * BLOCK_K, BLOCK_K), pl.ds(tile.column, traits.block_n)
+        for nth, row in enumerate(tile.rows):
+            part = x_copies.at[slot, :, pl.ds(nth * ROWS, ROWS)]
+            traits.tiles.load(inputs.x.at[pl.ds(row, ROWS), depth], part, smem.ready.at[slot])
+        w = inputs.w.at[tile.group, columns, depth] if traits.options.transpose_w else None
+        w = inputs.w.at[tile.group, depth, columns] if w is None else w
+        plgpu.copy_gmem_to_smem(w, smem.w.at[slot], smem.ready.at[slot])
+
+    @pl.when(tile.group < traits.groups)
+    def _load():
+        lax.fori_loop(0, traits.k_steps, step, None)
+
+
+def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> None:
+    """Computes and stores the 64 rows of a work tile that warpgroup `wg` has."""
+    row, count = (jnp.where(wg == 0, *pair) for pair in (tile.rows, tile.counts))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last work tile may have ended at either buffer
+    is_in_group = tile.group < kernel.traits.groups
+
+    @pl.when(is_in_group & (count > 0))
+    def _sums():
+        sums = _multiply(kernel, wg, filled)
+        for part in range(kernel.traits.block_n // COLUMNS):
+            z = sums[:, part * COLUMNS : (part + 1) * COLUMNS]
+            _store_part(kernel, wg, tile, part, row, count, z)
+
+    @pl.when(is_in_group & (count == 0))
+    def _drain():
+        def step(i, _):
+            slot = lax.rem(filled + i, jnp.int32(kernel.traits.stages))
+            plgpu.barrier_wait(kernel.smem.ready.at[slot])
+            plgpu.barrier_arrive(kernel.smem.free.at[slot])
+
+        lax.fori_loop(0, kernel.traits.k_steps, step, None)
+
+    @pl.when(jnp.logical_not(is_in_group) & (count > 0))
+    def _zeros():
+        for part in range(kernel.traits.block_n // COLUMNS):
+            _store_part(kernel, wg, tile, part, row, count, None)
+
+
+def _multiply(kernel: Kernel, wg: Index, filled: Index) -> jax.Array:
+    """The float32 sums [64, block_n] of a warpgroup's rows.
+
+    A step's wgmma is issued before the wait for the previous step's.
+    """
+    traits, smem = kernel.traits, kernel.smem
+    x_tiles, _ = traits.tiles.views(smem.x)
+    slot_of = lambda i: lax.rem(filled + i, jnp.int32(traits.stages))
+    mine = pl.ds(wg * ROWS, ROWS)
+
+    def multiply(acc, i):
+        w = smem.w.at[slot_of(i)]
+        plgpu.wgmma(acc, x_tiles.at[slot_of(i), 0, mine], w.T if traits.options.transpose_w else w)
+
+    def sums(acc):
+        def step(i, _):
+            plgpu.barrier_wait(smem.ready.at[slot_of(i)])
+            multiply(acc, i)
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its wgmma has ended
+
+        multiply(acc, 0)
+        lax.fori_loop(1, traits.k_steps, step, None)
+        found = acc[...]
+        plgpu.barrier_arrive(smem.free.at[slot_of(traits.k_steps - 1)])
+        return found
+
+    plgpu.barrier_wait(smem.ready.at[slot_of(0)])  # before the accumulators, so that ptxas writes no zeros
+    return pl.run_scoped(sums, plgpu.ACC((ROWS, traits.block_n)))
+
+
+def _store_part(
+    kernel: Kernel, wg: Index, tile: WorkTile, part: int, row: Index, count: Index, z: jax.Array | None
+) -> None:
+    """Computes the epilogue of 64 columns of a warpgroup's rows, and stores it.
+
+    row: the first row. count: the number of rows to store. z: the sums, float32 [64, 64]; None for rows past the last
+    group, which become 0.
+    """
+    traits, options = kernel.traits, kernel.traits.options
+    column = tile.column + part * COLUMNS
+
+    @pl.when(column < traits.n)
+    def _():
+        if z is None:
+            values: list[Any] = [plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), WGMMA)]
+            values *= len(kernel.results)
+        else:
+            total = z
+            if kernel.inputs.bias is not None:
+                bias = kernel.inputs.bias.at[tile.group, pl.ds(column, COLUMNS)]
+                bias = plgpu.load(bias, layout=COLUMN, optimized=False)
+                total = total + lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, [1])
+            activation = for_tiles(options.activation)
+            values = [total if activation is None else activation(total), total][: len(kernel.results)]
+        for i, (y, result) in enumerate(zip(values, kernel.results, strict=True)):
+            buffer = (part * len(values) + i) % BUFFERS
+            _store(kernel, wg, buffer, y, result.at[:, pl.ds(column, COLUMNS)], row, count)
+
+
+def _store(kernel: Kernel, wg: Index, buffer: int, y: jax.Array, result: Ref, row: Index, count: Index) -> None:
+    """Rounds values [64, 64] to an output buffer, and starts to copy the first `count` rows to rows of the result.
+
+    result: [M, 64], in device memory. row: the first row.
+    """
+    layout = kernel.traits.tiles
+    tiles, copies = (view.at[wg, buffer] for view in layout.views(kernel.smem.out))
+    plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
+    tiles[0] = y.astype(tiles.dtype)
+    plgpu.commit_smem()
+
+    def copy(first: Index, rows: int) -> None:
+        layout.store(copies.at[:, pl.ds(first, rows)], result.at[pl.ds(row + first, rows)])
+
+    @pl.when(count == ROWS)
+    def _whole():
+        copy(0, ROWS)
+
+    @pl.when(count < ROWS)
+    def _parts():
+        rows = ROWS // 2
+        while rows >= EIGHT:
+            first = count & ~(2 * rows - 1)
+            pl.when((count & rows) != 0)(functools.partial(copy, pl.multiple_of(first, EIGHT), rows))
+            rows //= 2
+        for rows in range(1, EIGHT):
+            first = pl.multiple_of(count & ~(EIGHT - 1), EIGHT)
+            pl.when((count & (EIGHT - 1)) == rows)(functools.partial(copy, first, rows))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,203 @@
+"""State of the Hopper grouped matmul: sizes, the schedule of row tiles, and shared memory."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_kernels.inputs.group_tiles import group_offsets, group_tiles, tile_count
+from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
+from jax_kernels.pallas.mosaic.layouts import SWIZZLED
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
+from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles
+
+ROWS = 64  # rows of a warpgroup's wgmma
+COMPUTE_WGS = 2
+BLOCK_M = ROWS * COMPUTE_WGS
+BLOCK_K = 64  # values of the inner dimension in a step: 128 bytes
+COLUMNS = 64  # of an output buffer
+BUFFERS = 2  # output buffers of a warpgroup, used in turn
+SHARED_MEMORY = 225 << 10  # bytes of a CTA's shared memory, without its barriers
+
+
+class Schedule(NamedTuple):
+    """The row tiles of a call, as arrays or their refs, int32 [T], and their number.
+
+    group: of the tile's rows; G for rows past the last group. row0, count0: the first row of the first warpgroup's 64
+    rows, and the number of these rows that belong to the group. row1, count1: of the second warpgroup. tiles: [1], the
+    number of tiles that have rows; further entries are unused.
+
+    A count is 64, or 0 for a warpgroup without rows, or all rows of a group with fewer than 64. In a larger group, the
+    last 64 rows end with the group, and may overlap rows that other warpgroups compute too, with the same result.
+    """
+
+    group: Any
+    row0: Any
+    count0: Any
+    row1: Any
+    count1: Any
+    tiles: Any
+
+    @classmethod
+    def of(cls, group_sizes: jax.Array, rows: int) -> "Schedule":
+        """The schedule for `rows` rows of x, computed by XLA on the device."""
+        offsets = group_offsets(group_sizes, rows)
+        group, first, end = group_tiles(offsets, rows, BLOCK_M)
+        is_short = end - first < ROWS  # all rows of a small group, or the last rows of a group
+        start_of_group = offsets[group]
+        row0 = jnp.where(is_short, jnp.maximum(end - ROWS, start_of_group), first)
+        count0 = jnp.minimum(end - row0, ROWS)
+        has_second = end - first > ROWS
+        row1 = jnp.where(has_second, jnp.minimum(first + ROWS, end - ROWS), row0)
+        return cls(
+            group=group,
+            row0=row0,
+            count0=jnp.where(end > first, count0, 0),
+            row1=row1,
+            count1=jnp.where(has_second, ROWS, 0),
+            tiles=(end > first).sum(dtype=jnp.int32, keepdims=True),
+        )
+
+
+class WorkTile(NamedTuple):
+    """The rows of a row tile, and the first of its block_n columns. rows, counts: for each compute warpgroup."""
+
+    group: Index
+    rows: tuple[Index, Index]
+    counts: tuple[Index, Index]
+    column: Index
+
+
+class InputRefs(Protocol):
+    """The arrays of GroupedInputs in device memory, as refs; bias is None in a call without one."""
+
+    x: Ref
+    w: Ref
+    bias: Ref | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """The static facts of a launch."""
+
+    options: GroupedOptions
+    config: GroupedSm90
+    groups: int
+    m: int
+    n: int
+    k: int
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, inputs: GroupedInputs, options: GroupedOptions, config: GroupedSm90) -> "Traits":
+        groups, m, n, k = options.sizes(inputs)
+        return cls(options=options, config=config, groups=groups, m=m, n=n, k=k, dtype=inputs.x.dtype)
+
+    @property
+    def tiles(self) -> SmemTiles:
+        """The layout of x's blocks and of the output buffers: a group may begin and end at any row."""
+        return SmemTiles(COLUMNS, any_rows=True)
+
+    @property
+    def block_n(self) -> int:
+        return self.config.block_n
+
+    @property
+    def n_blocks(self) -> int:
+        return pl.cdiv(self.n, self.block_n)
+
+    @property
+    def k_steps(self) -> int:
+        return self.k // BLOCK_K
+
+    @property
+    def row_tiles(self) -> int:
+        """The largest number of row tiles, for any sizes of the groups."""
+        return tile_count(self.m, self.groups, BLOCK_M)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the pipeline: config.stages, or fewer if shared memory has no room for as many."""
+        of_stage = (BLOCK_M + self.block_n) * BLOCK_K * self.dtype.itemsize
+        of_results = COMPUTE_WGS * BUFFERS * ROWS * COLUMNS * self.dtype.itemsize
+        return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Smem:
+    """A CTA's shared memory.
+
+    x: [stages, 1, 128, 64]. w: [stages, 64, block_n]; [stages, block_n, 64] with transpose_w. out: [warpgroups,
+    buffers, 1, 64, 64], the output buffers. x and out have two views, see SmemTiles. ready, free: [stages], barriers: a
+    step's operands have arrived, or have been read by both warpgroups.
+    """
+
+    x: Ref
+    w: Ref
+    out: Ref
+    ready: Barrier
+    free: Barrier
+
+    @classmethod
+    def scratch(cls, traits: Traits) -> "Smem":
+        """The scratch shapes for pl.run_scoped."""
+        stages, of_w = traits.stages, (BLOCK_K, traits.block_n)
+        return cls(
+            x=traits.tiles.scratch(stages, BLOCK_M, dtype=traits.dtype),
+            w=smem_ref(
+                (stages, *(of_w[::-1] if traits.options.transpose_w else of_w)), traits.dtype, transforms=SWIZZLED
+            ),
+            out=traits.tiles.scratch(COMPUTE_WGS, BUFFERS, ROWS, dtype=jnp.dtype(traits.options.out_dtype)),
+            ready=barrier_ref(num_arrivals=1 + COMPUTE_WGS, num_barriers=stages),
+            free=barrier_ref(num_arrivals=COMPUTE_WGS, num_barriers=stages),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """The state of a CTA. ctas: of the launch. inputs, schedule, results: refs in device memory."""
+
+    traits: Traits
+    ctas: int
+    inputs: InputRefs
+    schedule: Schedule
+    results: list[Ref]
+    smem: Smem
+
+    def for_each_tile(self, run: Callable[[WorkTile, Index], None]) -> None:
+        """Calls run(tile, filled) for each work tile of the CTA.
+
+        filled: the number of times that the CTA's earlier tiles filled a stage. Rows past the last group fill none.
+        """
+        row_tiles = self.schedule.tiles[0]
+
+        def body(carry: tuple[Index, Index]) -> tuple[Index, Index]:
+            index, filled = carry
+            tile = self._tile(index, row_tiles)
+            run(tile, filled)
+            steps = jnp.where(tile.group < self.traits.groups, jnp.int32(self.traits.k_steps), jnp.int32(0))
+            return index + self.ctas, filled + steps
+
+        start: tuple[Index, Index] = lax.axis_index("cta"), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[0] < row_tiles * self.traits.n_blocks, body, start)
+
+    def _tile(self, index: Index, row_tiles: Index) -> WorkTile:
+        """Work tile `index` of all: in bands of config.row_group row tiles, column by column, as in the matmul."""
+        per_band = jnp.int32(self.config_rows * self.traits.n_blocks)
+        band, within = lax.div(index, per_band), lax.rem(index, per_band)
+        rows = jnp.minimum(row_tiles - band * self.config_rows, self.config_rows)  # fewer in the last band
+        i = band * self.config_rows + lax.rem(within, rows)
+        group, row0, count0, row1, count1 = (ref[i] for ref in self.schedule[:5])
+        column = lax.div(within, rows) * self.traits.block_n
+        return WorkTile(group=group, rows=(row0, row1), counts=(count0, count1), column=column)
+
+    @property
+    def config_rows(self) -> int:
+        return self.traits.config.row_group
