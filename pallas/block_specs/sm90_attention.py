@@ -351,13 +351,29 @@ TRITON = measured(
     ),
 )
 
+# Not measured. With sm_80's 64 queries a step, ptxas serialises the wgmma of dkey and dvalue (C7515).
+WIDE_KEYS_TRITON = Row(
+    implementation="triton",
+    head_dim=192,
+    v_head_dim=128,
+    bits=16,
+    forward=AttentionForwardTriton(block_q=128, block_kv=64, num_warps=8, num_stages=2),
+    backward=AttentionBackwardTriton(
+        block_q_dkv=32, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_warps=8, num_stages=2
+    ),
+)
+
 ATTENTION = (
     *MOSAIC_LISTS,
     *MOSAIC_DENSE,
     *MOSAIC,
     *TRITON,
     # TRITON has Hopper's own blocks for head_dim 64 in 16 bits.
-    *(row for row in SM80.attention if (row.head_dim, row.bits) != (64, 16)),
+    *(
+        row if row.v_head_dim is None else WIDE_KEYS_TRITON
+        for row in SM80.attention
+        if (row.head_dim, row.bits) != (64, 16)
+    ),
 )
 
 # (64, 1, 32 / 8 heads) and (1, 1, 32 / 8) over 16,384 keys: one or two warpgroups with 64 or 128 keys per block are all
