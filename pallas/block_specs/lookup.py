@@ -89,19 +89,21 @@ def attention_row(
     dense_bits: int = 0,
     has_lists: bool = False,
     kv_length: int = 1 << 31,
+    v_head_dim: int | None = None,
 ) -> tuple[AttentionRow, str]:
     """(the row with the blocks of an attention, the origin of the row in words).
 
     head_dim: the larger one of key and value. bits: of the dtype of query, key and value. is_limited: whether there is
     a window or segment ids. dense_bits: the bits of a bias or dense mask that a kernel reads for each query and key: 0,
     1, 16 or 32. has_lists: whether block lists give the keys of each query, without a bias. kv_length: the number of
-    keys.
+    keys. v_head_dim: of value; None is head_dim.
 
     Without a GPU (compute_capability None, as in interpret mode) the rows of sm_90 are used for "mosaic_gpu", and the
     rows of sm_80 for other implementations. Raises LookupError if no row matches.
     """
     call = AttentionCall(
         head_dim=head_dim,
+        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
         bits=bits,
         is_causal=is_causal,
         is_limited=is_limited,

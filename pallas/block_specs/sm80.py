@@ -33,6 +33,18 @@ ATTENTION = (
         Row(implementation="triton", head_dim=64, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
         Row(implementation="triton", head_dim=128, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
     ),
+    # No rows for 80, 96 and 112, nor for 160 and 192: Triton's tensors have 128 and 256 columns there, so that ptxas
+    # reports the registers and the shared memory of the next row, and smaller blocks would read more keys per FLOP.
+    # A value of 128 columns takes half the registers of 256: blocks of twice the size fit, and spill nothing. Not
+    # measured.
+    Row(
+        implementation="triton",
+        head_dim=192,
+        v_head_dim=128,
+        bits=16,
+        forward=Forward(block_q=128, block_kv=64, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_warps=8, num_stages=2),
+    ),
     # Half the rows, because 256 columns of the accumulator take twice the registers.
     Row(
         implementation="triton",

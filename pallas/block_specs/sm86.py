@@ -27,6 +27,25 @@ ATTENTION = (
         forward=Forward(block_q=128, block_kv=64, num_warps=8, num_stages=2),
         backward=Backward(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_warps=8, num_stages=2),
     ),
+    # A value of 128 columns leaves room for blocks of twice the size, 88 KiB in the forward, but not for a tile of a
+    # float32 bias beside them.
+    Row(
+        implementation="triton",
+        head_dim=192,
+        v_head_dim=128,
+        bits=16,
+        forward=Forward(block_q=64, block_kv=32, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=32, block_kv_dkv=64, block_q_dq=64, block_kv_dq=32, num_warps=8, num_stages=2),
+        dense_bits=32,
+    ),
+    Row(
+        implementation="triton",
+        head_dim=192,
+        v_head_dim=128,
+        bits=16,
+        forward=Forward(block_q=128, block_kv=32, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=32, block_kv_dkv=64, block_q_dq=64, block_kv_dq=32, num_warps=8, num_stages=2),
+    ),
     # Blocks of 16 queries or keys: two blocks of 64 rows of 256 columns are 64 KiB.
     Row(
         implementation="triton",

@@ -210,13 +210,14 @@ class AttentionBackwardTriton:
 class AttentionCall:
     """The facts of an attention call that determine the row with its blocks.
 
-    head_dim: the larger one of key and value. bits: of the dtype of query, key and value. is_limited: whether there is
-    a window or segment ids. dense_bits: the bits of a bias or dense mask that a kernel reads for each query and key: 0,
-    1, 16 or 32. has_lists: whether block lists give the keys of each query, without a bias. kv_length: the number of
-    keys.
+    head_dim: the larger one of key and value. v_head_dim: of value. bits: of the dtype of query, key and value.
+    is_limited: whether there is a window or segment ids. dense_bits: the bits of a bias or dense mask that a kernel
+    reads for each query and key: 0, 1, 16 or 32. has_lists: whether block lists give the keys of each query, without a
+    bias. kv_length: the number of keys.
     """
 
     head_dim: int
+    v_head_dim: int
     bits: int
     is_causal: bool
     is_limited: bool
@@ -232,6 +233,7 @@ class AttentionRow:
 
     implementation: the implementation's name. forward, backward: its blocks, such as an AttentionForwardTriton.
     head_dim: matches calls whose larger head_dim, of key or value, is at most this.
+    v_head_dim: matches calls whose value has at most this head_dim; None matches any.
     bits: 16 matches bfloat16 and float16, 32 matches float32.
     is_causal, is_limited (a window or segment ids), has_segments: True matches only calls with it, False only without.
       None matches both.
@@ -253,12 +255,14 @@ class AttentionRow:
     dense_bits: int | None = None
     has_lists: bool | None = None
     max_kv_length: int | None = None
+    v_head_dim: int | None = None
     measured_on: TimedGpu | None = None
 
     def serves(self, call: AttentionCall) -> bool:
         """Whether the row matches all facts of the call."""
         return (
             call.head_dim <= self.head_dim
+            and (self.v_head_dim is None or call.v_head_dim <= self.v_head_dim)
             and call.bits == self.bits
             and self.is_causal in (None, call.is_causal)
             and self.is_limited in (None, call.is_limited)

@@ -1,6 +1,7 @@
 """The records of block specs, and the look-up of their rows."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -75,6 +76,20 @@ def test_only_hopper_is_measured():
 )
 def test_the_source_of_a_row(capability, columns, source):
     assert block_specs.norm_row(capability, "triton", columns=columns)[1] == source
+
+
+@pytest.mark.parametrize("specs", SPECS, ids=lambda specs: specs.name)
+def test_a_narrow_value_has_larger_blocks(specs):
+    """Keys of 192 columns with values of 128: the row after it, for values of up to 256 columns, has smaller blocks."""
+    find = functools.partial(block_specs.attention_row, specs.capability, "triton", bits=16, is_causal=True)
+    (narrow, source), (wide, _) = find(head_dim=192, v_head_dim=128), find(head_dim=192)
+    assert (narrow.head_dim, wide.head_dim) == (192, 256)
+    assert narrow.forward.block_q > wide.forward.block_q
+    assert source.endswith("not measured")
+    assert find(head_dim=192, v_head_dim=129)[0] is wide
+    assert find(head_dim=128, v_head_dim=64)[0].head_dim == 128
+    bias, _ = find(head_dim=192, v_head_dim=128, dense_bits=32)
+    assert bias.v_head_dim == 128
 
 
 def test_replaced_tables_end_with_their_block():

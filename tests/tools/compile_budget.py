@@ -57,6 +57,7 @@ def planned(gpu, wanted, spec):
         capability,
         wanted.implementation,
         head_dim=wanted.head_dim,
+        v_head_dim=wanted.v_head_dim,
         bits=wanted.bits,
         is_causal=spec.is_causal,
         is_limited=bool(spec.window) or spec.segment_ids,
@@ -74,6 +75,7 @@ def _spec(row, is_causal, precision):
         segment_ids=bool(row.has_segments),
         implementation=row.implementation,
         head_dim=row.head_dim,
+        v_head_dim=row.v_head_dim or 0,
         dtype="float32" if row.bits == 32 else "bfloat16",
         precision=precision,
         is_causal=is_causal,
@@ -92,7 +94,8 @@ def name(gpu, row, spec):
     )
     lists = ", lists" if spec.cells else ""
     length = f", up to {row.max_kv_length}" if row.max_kv_length else ""
-    return f"{gpu}, {spec.implementation}, {spec.head_dim}, {kind}{masks}{dense}{lists}{length}"
+    head_dims = f"{spec.head_dim}/{spec.v_head_dim}" if spec.v_head_dim else spec.head_dim
+    return f"{gpu}, {spec.implementation}, {head_dims}, {kind}{masks}{dense}{lists}{length}"
 
 
 ROWS = {name(gpu, row, spec): (gpu, row, spec) for gpu, row, spec in rows()}

@@ -131,6 +131,7 @@ def _row(name: str, request: AttentionRequest):
         request.device.compute_capability,
         name,
         head_dim=max(request.head_dim, request.v_head_dim),
+        v_head_dim=request.v_head_dim,
         bits=request.bits,
         is_causal=request.is_causal,
         is_limited=request.window is not None or request.has_segment_ids,
