@@ -388,29 +388,12 @@ WIDE_TRITON = Row(
         block_q_dkv=32, block_kv_dkv=64, block_q_dq=128, block_kv_dq=32, num_warps=8, num_stages=2
     ),
 )
-# Not measured. With sm_80's 64 queries a step, ptxas serialises the wgmma of dkey and dvalue (C7515).
-WIDE_KEYS_TRITON = Row(
-    implementation="triton",
-    head_dim=192,
-    v_head_dim=128,
-    bits=16,
-    forward=AttentionForwardTriton(block_q=128, block_kv=64, num_warps=8, num_stages=2),
-    backward=AttentionBackwardTriton(
-        block_q_dkv=32, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_warps=8, num_stages=2
-    ),
-)
 # Above head_dim 64, sm_80's rows leave shared memory for the tiles of a bias or of a score_mod's arrays.
 DENSE_TRITON = tuple(
     dataclasses.replace(row, dense_bits=32) for row in SM80.attention if row.head_dim > 64 and row.bits == 16
 )
 
-TRITON = (
-    *TRITON_64,
-    *DENSE_TRITON,
-    *measured(H100, LISTS_TRITON, STAGES_TRITON),
-    WIDE_KEYS_TRITON,
-    *measured(H100, WIDE_TRITON),
-)
+TRITON = (*TRITON_64, *DENSE_TRITON, *measured(H100, LISTS_TRITON, STAGES_TRITON, WIDE_TRITON))
 
 ATTENTION = (
     *MOSAIC_LISTS,

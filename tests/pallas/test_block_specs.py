@@ -78,9 +78,12 @@ def test_the_source_of_a_row(capability, columns, source):
     assert block_specs.norm_row(capability, "triton", columns=columns)[1] == source
 
 
-@pytest.mark.parametrize("specs", SPECS, ids=lambda specs: specs.name)
+@pytest.mark.parametrize("specs", [specs for specs in SPECS if specs.name != "sm_90"], ids=lambda specs: specs.name)
 def test_a_narrow_value_has_larger_blocks(specs):
-    """Keys of 192 columns with values of 128: the row after it, for values of up to 256 columns, has smaller blocks."""
+    """Keys of 192 columns with values of 128: the row after it, for values of up to 256 columns, has smaller blocks.
+
+    Hopper's row for 256 has as many queries.
+    """
     find = functools.partial(block_specs.attention_row, specs.capability, "triton", bits=16, is_causal=True)
     (narrow, source), (wide, _) = find(head_dim=192, v_head_dim=128), find(head_dim=192)
     assert (narrow.head_dim, wide.head_dim) == (192, 256)
