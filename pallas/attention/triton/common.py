@@ -199,11 +199,13 @@ class TracedCall:
         if refs.ranges is not None:
             among = block_ranges.among(refs.ranges, batch_index, q_index)
         blocks = limits.key_blocks(q_index * self.block_q, self.block_q, self.block_kv, among)
-        if refs.bias is not None and isinstance(blocks.partial, int) and blocks.partial:
-            # A loop with one iteration is unrolled into the start of the other loop. Then the bias tiles of two blocks,
-            # and the data that goes with them, overflow Hopper's shared memory.
+        if not isinstance(blocks.partial, int) or blocks.partial == 0:
+            return blocks
+        # A loop with one iteration is unrolled into the start of the other loop. Then the tiles of two more blocks
+        # overflow Hopper's shared memory. With a bias, all blocks are partial; else the number is not a constant.
+        if refs.bias is not None:
             return dataclasses.replace(blocks, partial=blocks.count)
-        return blocks
+        return dataclasses.replace(blocks, partial=blocks.partial + jnp.minimum(pl.program_id(0), 0))
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
         """The float32 matmul of two matrices, contracted over axis axes[0] of a and axis axes[1] of b."""
