@@ -30,7 +30,7 @@ SECOND := tests/masks tests/models tests/ops
 HOUSE := tests/test_house.py
 THIRD := tests $(foreach path,$(FIRST) $(SECOND) $(HOUSE),--ignore=$(path))
 
-WITHOUT_TRITON := tests/ops tests/masks tests/models tests/pallas
+WITHOUT_TRITON := tests/bridge tests/cli tests/ops tests/masks tests/models tests/pallas
 
 test: .venv/.dev lint docs
 	$(PYTEST) -m "not slow" $(ARGS) $(FIRST)

@@ -143,6 +143,7 @@ def test_builders_break_the_compiled_graph(make_qkv):
     torch.testing.assert_close(torch.compile(attend, backend="aot_eager")(query, key, value), attend(query, key, value))
 
 
+@pytest.mark.triton
 def test_prepare_mask(make_qkv):
     inputs = make_qkv(length=256, head_dim=64, heads=2)
     mask = masks.prefix(LENGTHS) | masks.sliding_window(100, 0)

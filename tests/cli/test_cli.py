@@ -60,6 +60,7 @@ def test_help_imports_no_op():
     assert not {"jax", "jax_kernels.ops"} & set(ast.literal_eval(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.triton
 def test_info_for_a_named_gpu(run):
     code, out, err = run("info", "--device", "h200")
     assert (code, err) == (0, "")
@@ -74,6 +75,7 @@ def test_info_for_a_named_gpu(run):
     assert ["dynamic_mask_attention", "triton", "yes"] in rows
 
 
+@pytest.mark.triton
 def test_info_gives_the_reason_for_no_support(run):
     _, out, _ = run("info", "--device", "cpu")
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in out.splitlines() if line.startswith("│")]
@@ -111,6 +113,7 @@ def test_info_without_a_package(monkeypatch):
     assert versions["numpy"]
 
 
+@pytest.mark.triton
 def test_explain(run):
     code, out, _ = run("explain", "attention", "--shape", "1,4096,16,128", "--return-lse", "--device", "a100")
     assert code == 0
@@ -134,13 +137,13 @@ def test_explain(run):
     ("options", "implementation"),
     [
         ("--device h200 --causal", "mosaic_gpu"),
-        ("--device h200 --dtype fp32 --precision tf32", "triton"),
+        pytest.param("--device h200 --dtype fp32 --precision tf32", "triton", marks=pytest.mark.triton),
         ("--device h200 --deterministic", "mosaic_gpu"),
         ("--device h200 --no-deterministic", "mosaic_gpu"),
-        ("--device a100 --mask 1,1,4096,4096", "triton"),
+        pytest.param("--device a100 --mask 1,1,4096,4096", "triton", marks=pytest.mark.triton),
         ("--device b200 --kv-lengths --kv-shape 2,512,4,64", "cudnn"),
-        ("--device a100 --q-offset 7", "triton"),
-        ("--device a100 --v-head-dim 32", "triton"),
+        pytest.param("--device a100 --q-offset 7", "triton", marks=pytest.mark.triton),
+        pytest.param("--device a100 --v-head-dim 32", "triton", marks=pytest.mark.triton),
         ("--device h200 --implementation xla", "xla"),
         ("--device cpu", "xla"),
     ],
@@ -169,15 +172,20 @@ def test_explain_matmuls(run, op, options):
         ("--shape 2,4096,16,64", "flash_attention: mosaic_gpu"),
         ("flash_attention_fp8 --shape 2,4096,16,64 --causal --kv-lengths", "flash_attention_fp8: mosaic_gpu"),
         ("decode_attention --shape 2,1,16,64 --kv-shape 2,4096,4,64 --window 256,0", "decode_attention: mosaic_gpu"),
-        ("decode_attention --shape 2,1,16,64 --kv-shape 2,4095,4,64", "decode_attention: triton"),
+        pytest.param(
+            "decode_attention --shape 2,1,16,64 --kv-shape 2,4095,4,64",
+            "decode_attention: triton",
+            marks=pytest.mark.triton,
+        ),
         ("decode_attention --shape 2,1,16,64 --kv-shape 99,64,4,64 --pages 8", "decode_attention: mosaic_gpu"),
         (
             "dilated_attention --shape 2,4096,16,64 --segment-lengths 1024,4096 --dilation-rates 1,4 --causal",
             "dilated_attention: mosaic_gpu",
         ),
-        (
+        pytest.param(
             "dilated_attention --shape 2,4096,16,64 --segment-lengths 1024 --dilation-rates 2 --dtype fp32",
             "dilated_attention: triton",
+            marks=pytest.mark.triton,
         ),
         ("dynamic_mask_attention --shape 2,4096,16,64 --mask 1,1,4096,4096", "flash_attention: mosaic_gpu"),
         (
@@ -198,8 +206,12 @@ def test_explain_matmuls(run, op, options):
         ("dynamic_mask_attention --shape 2,512,16,64 --mask 512 --window 64,0", "flash_attention: mosaic_gpu"),
         ("mlp --shape 8192,1024 --hidden 4096 --columns 1024 --gated --bias-down --residual", "mlp: mosaic_gpu"),
         ("matmul --shape 8192,4096 --columns 4096 --bias --residual --activation gelu", "matmul: mosaic_gpu"),
-        ("layer_norm --shape 512,256 --scale --bias --residual --eps 1e-5", "layer_norm: triton"),
-        ("rms_norm --shape 512,256 --scale --quantize e4m3", "rms_norm: triton"),
+        pytest.param(
+            "layer_norm --shape 512,256 --scale --bias --residual --eps 1e-5",
+            "layer_norm: triton",
+            marks=pytest.mark.triton,
+        ),
+        pytest.param("rms_norm --shape 512,256 --scale --quantize e4m3", "rms_norm: triton", marks=pytest.mark.triton),
         ("block_sparse_attention --shape 2,4096,16,64", "flash_attention: mosaic_gpu"),
         ("block_sparse_attention --shape 2,1000,16,64 --block-size 128,64 --sinks", "flash_attention: mosaic_gpu"),
     ],
@@ -377,6 +389,7 @@ def test_check_counts_unsupported_cases(run, two_cases, monkeypatch):
 WITHOUT_TRITON = {"fp8_matmul"} | {op for op, suite in check.SUITES.items() if "triton" not in suite.implementations}
 
 
+@pytest.mark.triton
 def test_check_runs_interpreted_kernels_on_request(monkeypatch):
     here = check._implementations(None, list(check.SUITES))
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")

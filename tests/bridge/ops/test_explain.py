@@ -48,6 +48,7 @@ def test_a_plan_for_a_device_that_is_not_there(name):
     assert (plan.implementation, plan.device) == ("xla", "Tesla V100-SXM2-16GB")
 
 
+@pytest.mark.triton
 def test_a_plan_for_a_device_is_the_one_of_the_jax_op():
     arrays = [jax_kernels.bridge.interop.dlpack.jax.numpy.asarray(x.numpy()) for x in QKV]
     want = jax_kernels.explain(jax_kernels.flash_attention, *arrays, window=3, device="a100")

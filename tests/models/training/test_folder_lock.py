@@ -45,7 +45,7 @@ def test_second_process_is_refused_while_the_first_lives(tmp_path):
         for write in (one.lock_folder, one.save, lambda: one.fit([BATCH], 1, save_every=1)):
             with pytest.raises(ValueError, match=f"folder: got {tmp_path}, {who}, want another folder, or wait until"):
                 write()
-        assert time.monotonic() - since < 20
+        assert time.monotonic() - since < 60
         assert one.step == 0
         assert steps_in(tmp_path) == []
         with pytest.raises(FileNotFoundError, match=f"folder: got {tmp_path} with no checkpoint, want one that save"):

@@ -216,6 +216,7 @@ def test_module_errors(arguments, error, message):
         bridge.nn.MultiheadDilatedAttention(**{"embed_dim": 32, "num_heads": 4} | PATTERN | arguments)
 
 
+@pytest.mark.triton
 def test_module_backend_follows_the_parameters(monkeypatch):
     make = lambda **options: bridge.nn.MultiheadDilatedAttention(128, 2, *PATTERN.values(), **options)
     module, timed, named = make(), make(benchmark_backends=True), make(attention_backend="xla")
