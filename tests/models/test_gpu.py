@@ -59,8 +59,10 @@ def test_decoding_equals_the_full_forward():
     assert ((np.asarray(drawn) >= 0) & (np.asarray(drawn) < CONFIG.vocab_size)).all()
 
 
-def test_trainer_memorizes_a_batch():
-    trainer = Trainer(dataclasses.replace(CONFIG, remat="products"), optax.adamw(3e-3), accumulate=2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_trainer_memorizes_a_batch(dtype):
+    config = dataclasses.replace(CONFIG, remat="products", dtype=dtype)
+    trainer = Trainer(config, optax.adamw(3e-3), accumulate=2)
     batch = tokens(), jnp.roll(tokens(), -1, 1)
     losses = [float(trainer.train(batch)["loss"]) for _ in range(20)]
     assert losses[-1] < 0.7 * losses[0]
