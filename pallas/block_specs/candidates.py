@@ -50,11 +50,11 @@ class TiledCall:
 _FORWARD_SM90 = {
     64: ((3, 128, 3), (2, 128, 4), (2, 128, 3), (3, 128, 2), (2, 192, 2), (3, 64, 4)),
     128: ((2, 128, 2), (2, 64, 3), (2, 64, 4), (3, 64, 2)),
-    256: ((2, 64, 2), (2, 64, 1)),
+    256: ((2, 64, 2),),  # with one stage it spills
 }
 _HEAD_GROUPS = (1, 4, 8, 16, 32)
-# Hopper's backward: (q_stages, do_stages).
-_BACKWARD_SM90 = ((2, 2), (2, 1), (1, 1))
+# Hopper's backward: (q_stages, do_stages). With one stage of queries it spills.
+_BACKWARD_SM90 = ((2, 2), (2, 1))
 _STAGGERS = (0, 3, 5, 7)
 # Triton's forward: (block_q, block_kv), and (num_warps, num_stages). Its backward: the blocks of queries and keys of
 # the dkv kernel, then of the dq kernel.
@@ -145,10 +145,9 @@ def _backward_sm90(blocks: AttentionBackwardSm90, call: TiledCall) -> list[Any]:
     staggers = [] if call.is_causal else [dataclasses.replace(blocks, q_loop_stagger=x) for x in _STAGGERS]
     others = [dataclasses.replace(blocks, early_dv=not blocks.early_dv)]
     if width <= 128:  # wider calls are not persistent
-        others += [
-            dataclasses.replace(blocks, persistent=not blocks.persistent, v_stages=1),
-            dataclasses.replace(blocks, exit_after_smem_read=not blocks.exit_after_smem_read),
-        ]
+        others.append(dataclasses.replace(blocks, exit_after_smem_read=not blocks.exit_after_smem_read))
+        if call.is_causal or blocks.persistent:  # otherwise a persistent kernel spills
+            others.append(dataclasses.replace(blocks, persistent=not blocks.persistent, v_stages=1))
     return [x for x in (*stages, *heads, *staggers, *others) if call.fits(backward_sm90_bytes(x, width))]
 
 
