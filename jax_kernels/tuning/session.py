@@ -90,7 +90,7 @@ class _Session:
         if key not in self._seen:
             if (reason := tunable.reason or _why_not(tunable)) is not None:
                 self._add(TunedCall(request=tunable.request, named=tunable.named, winner=None, reason=reason))
-            elif any(map(_is_traced, jax.tree.leaves(tunable.inputs))):
+            elif _is_tracing() or any(map(_is_traced, jax.tree.leaves(tunable.inputs))):
                 self._later.append(dataclasses.replace(tunable, inputs=jax.tree.map(_without_trace, tunable.inputs)))
             else:
                 self._measure(tunable)
@@ -102,7 +102,13 @@ class _Session:
         """Times the traced calls, with random arrays."""
         while self._later:
             tunable = self._later.pop(0)
-            self._measure(dataclasses.replace(tunable, inputs=_filled(tunable)))
+            try:
+                inputs = _filled(tunable)
+            except jax.errors.JaxRuntimeError as error:
+                reason = f"its arrays do not fit the memory: {str(error).partition(chr(10))[0]}"
+                self._add(TunedCall(request=tunable.request, named=tunable.named, winner=None, reason=reason))
+                continue
+            self._measure(dataclasses.replace(tunable, inputs=inputs))
 
     def _measure(self, tunable: TunableCall) -> None:
         if self.timer is None:
@@ -121,6 +127,11 @@ class _Session:
     def _add(self, result: TunedCall) -> None:
         self.results.append(result)
         self.progress.end(result)
+
+
+def _is_tracing() -> bool:
+    """Whether JAX traces a function now. A call with arrays that are known then cannot run now."""
+    return isinstance(jax.lax.add(1, 1), jax.core.Tracer)
 
 
 def _is_traced(x: Any) -> bool:

@@ -198,6 +198,25 @@ def test_a_traced_call_is_timed_after_the_block(readings):
     assert all(call.config.forward.block == 4 for call in CALLS)
 
 
+def test_known_arrays_in_a_traced_function():
+    """They are timed after the block, outside of the trace."""
+    with tune(gradients=False) as results:
+        jax.jit(lambda y: scale(X) + y)(1.0)
+        assert results == []
+    assert [result.winner.fastest for result in results] == ["fast"]
+    assert results[0].failed.keys() == {"fast Spec(block=7)", "fast Spec(block=13)"}
+
+
+def test_a_traced_call_that_does_not_fit_the_memory(monkeypatch):
+    def full(tunable):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 TiB\nand more")
+
+    monkeypatch.setattr(session, "_filled", full)
+    with tune() as results:
+        jax.jit(scale)(X)
+    assert results[0].reason == "its arrays do not fit the memory: RESOURCE_EXHAUSTED: 3 TiB"
+
+
 def test_arrays_of_a_traced_call():
     spec = lambda dtype: jax.ShapeDtypeStruct((3,), dtype)
     _, inputs = _check(x=spec(jnp.bfloat16), lengths=spec(jnp.int32), implementation=None)
