@@ -169,7 +169,7 @@ def _filled(tunable: TunableCall) -> Any:
             return x
         if jnp.issubdtype(x.dtype, jnp.floating):
             return jax.random.normal(next(keys), x.shape, jnp.float32).astype(x.dtype)
-        name = getattr(path[0], "name", "") if path else ""
+        name = jax.tree_util.keystr(path[:1], simple=True)
         return jnp.full(x.shape, True if x.dtype == bool else tunable.lengths.get(name, 0), x.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, tunable.inputs)
@@ -188,9 +188,10 @@ def tune(
         print(*results, sep="\\n")
 
     The candidates of a call are the implementations that can serve it, and other block sizes of the kernels of
-    flash_attention and matmul. A call with known arrays is timed when it is made, with these arrays. A call under jit
-    is timed after the block, with random arrays of its shapes, once for each bucket of equal options and similar sizes.
-    A function that was traced before the block makes no call: jax.clear_caches() lets JAX trace it again.
+    attention, decoding and matmuls. A call with known arrays is timed when it is made, with these arrays. A call under
+    jit is timed after the block, with random arrays of its shapes. Calls of equal options and similar sizes form a
+    bucket, and only its first call is timed. A function that was traced before the block makes no call:
+    jax.clear_caches() lets JAX trace it again.
 
     Later calls of the same bucket use the fastest candidate, in this process and, from the user's cache folder, in
     others: jax_kernels.explain shows the times. Programs that were compiled before keep their kernels.

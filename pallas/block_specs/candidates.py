@@ -13,6 +13,8 @@ from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90, MatmulTriton
 from jax_kernels.pallas.block_specs.specs import (
     AttentionBackwardSm90,
     AttentionBackwardTriton,
+    AttentionDecodeSm90,
+    AttentionDecodeTriton,
     AttentionForwardSm90,
     AttentionForwardTriton,
 )
@@ -62,6 +64,10 @@ _FORWARD_TRITON = ((128, 64), (128, 128), (64, 64), (64, 128), (128, 32), (64, 3
 _BACKWARD_TRITON = ((64, 128, 128, 64), (64, 64, 64, 64), (32, 64, 64, 32), (32, 128, 128, 32))
 _WARPS_AND_STAGES = ((4, 2), (8, 2), (4, 3), (8, 3))
 
+# Decoding on Hopper: (compute_warpgroups, block_kv, stages); in Triton: blocks of keys.
+_DECODE_SM90 = ((1, 128, 2), (2, 128, 2), (1, 64, 4), (2, 64, 2), (1, 64, 3), (1, 64, 2))
+_DECODE_TRITON = (32, 64, 128)
+
 # Hopper's matmul of 16 bits: fields of MatmulSm90.
 _MATMUL_SM90: tuple[dict[str, Any], ...] = (
     {"block_n": 256, "stages": 4},
@@ -92,7 +98,7 @@ _SM90_RESERVED = 32  # registers of a thread, of Hopper's forward, that hold no 
 
 
 def attention_candidates(blocks: Any, call: TiledCall) -> tuple[Any, ...]:
-    """The blocks to time for a direction of attention. blocks: of its block spec, which is left out."""
+    """The blocks to time for decoding or a direction of attention. blocks: of its block spec, which is left out."""
     if isinstance(blocks, AttentionForwardSm90):
         found = _forward_sm90(blocks, call)
     elif isinstance(blocks, AttentionBackwardSm90):
@@ -101,6 +107,8 @@ def attention_candidates(blocks: Any, call: TiledCall) -> tuple[Any, ...]:
         found = _forward_triton(call)
     elif isinstance(blocks, AttentionBackwardTriton):
         found = _backward_triton(call)
+    elif isinstance(blocks, AttentionDecodeSm90 | AttentionDecodeTriton):
+        found = _decode(blocks, call)
     else:
         found = []
     return tuple(x for x in dict.fromkeys(found) if x != blocks)
@@ -179,6 +187,20 @@ def _backward_triton(call: TiledCall) -> list[Any]:
                 )
             )
     return found
+
+
+def _decode(blocks: AttentionDecodeSm90 | AttentionDecodeTriton, call: TiledCall) -> list[Any]:
+    width = _width(call.width)
+    tile = lambda block_kv: 2 * block_kv * width * call.itemsize  # of keys and values
+    if isinstance(blocks, AttentionDecodeSm90):
+        found = [AttentionDecodeSm90(*fields) for fields in _DECODE_SM90]
+        # Queries and sums take up to an eighth of shared memory.
+        return [x for x in found if call.fits(x.compute_warpgroups * x.stages * tile(x.block_kv) * 8 // 7)]
+    return [
+        AttentionDecodeTriton(block_kv=block_kv, num_warps=warps, num_stages=stages)
+        for block_kv, (warps, stages) in itertools.product(_DECODE_TRITON, _WARPS_AND_STAGES)
+        if call.fits(stages * tile(block_kv))
+    ]
 
 
 def _matmul_sm90(blocks: MatmulSm90, call: TiledCall) -> list[Any]:

@@ -358,3 +358,24 @@ def test_flash_attention_in_the_interpreter(monkeypatch):
         jax.grad(lambda x: call(x, implementation="xla").sum())(query),
         atol=1e-4,
     )
+
+
+def test_lengths_of_traced_calls(monkeypatch):
+    """Integers that count keys become the full length; the pages of a cache have to be known."""
+    monkeypatch.setattr(session, "device_info", lambda: device_info("cpu"))
+    found = []
+    monkeypatch.setattr(session._Session, "_measure", lambda self, tunable: found.append(tunable.inputs))
+    query, cache = jnp.ones((2, 1, 4, 16)), jnp.ones((2, 32, 4, 16))
+    lengths, eight_bits = jnp.ones(2, jnp.int32), cache.astype(jnp.float8_e4m3fn)
+    with tune() as results:
+        jax.jit(lambda n: jax_kernels.flash_attention(cache, cache, cache, kv_lengths=n))(lengths)
+        jax.jit(lambda n: jax_kernels.decode_attention(query, cache, cache, kv_lengths=n))(lengths)
+        jax.jit(lambda n: jax_kernels.flash_attention_fp8(*[eight_bits] * 3, kv_lengths=n))(lengths)
+        tables = jnp.zeros((2, 1), jnp.int32)
+        pages = lambda tables: jax_kernels.decode_attention(
+            query, cache, cache, kv_lengths=lengths, block_tables=tables
+        )
+        jax.jit(pages)(tables)
+    attention, decoding, fp8 = found
+    assert attention.kv_lengths.tolist() == decoding.kv_lengths.tolist() == fp8[-1].tolist() == [32, 32]
+    assert [result.reason for result in results] == ["block_tables: got a traced array, want a known one"]
