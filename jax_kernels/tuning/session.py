@@ -43,7 +43,8 @@ class TunedCall:
 
 def _told(request: Request) -> dict[str, Any]:
     """The fields of a request that differ from their common value, for a line of text."""
-    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    text = lambda x: getattr(x, "__qualname__", x)  # of an activation
+    fields = {field.name: text(getattr(request, field.name)) for field in dataclasses.fields(request)}
     dull = {"op", "device", "shapes", "not_in_tiles", "not_in_mosaic_tiles"}
     return {
         name: x for name, x in fields.items() if name not in dull and x not in (None, False) and name != "v_head_dim"
