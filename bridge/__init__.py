@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from jax_kernels.bridge.ops.sequence_parallel.ring_attention import ring_attention as ring_attention
     from jax_kernels.bridge.ops.sequence_parallel.ring_attention import shard_sequence as shard_sequence
     from jax_kernels.bridge.ops.sequence_parallel.ring_attention import unshard_sequence as unshard_sequence
+    from jax_kernels.bridge.ops.validation import validate as validate
 
 _MODULES = {
     "jax_kernels.bridge.huggingface": ("huggingface",),
@@ -137,6 +138,7 @@ _MODULES = {
         "shard_sequence",
         "unshard_sequence",
     ),
+    "jax_kernels.bridge.ops.validation": ("validate",),
     "jax_kernels.bridge.interop.memory": ("memory_report",),
 }
 __getattr__, __dir__ = _lazy_names(__name__, _MODULES, _refuse_function)

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from jax_kernels.quantization import dequantize as dequantize
     from jax_kernels.quantization import quantize as quantize
     from jax_kernels.quantization import quantize_fp8 as quantize_fp8
+    from jax_kernels.testing.validation import ValidationReport as ValidationReport
+    from jax_kernels.testing.validation import validate as validate
     from jax_kernels.tuning.benchmark import ImplementationTime as ImplementationTime
     from jax_kernels.tuning.benchmark import benchmark_implementations as benchmark_implementations
     from jax_kernels.tuning.session import TunedCall as TunedCall
@@ -95,6 +97,10 @@ _MODULES = {
         "dequantize",
         "quantize",
         "quantize_fp8",
+    ),
+    "jax_kernels.testing.validation": (
+        "ValidationReport",
+        "validate",
     ),
     "jax_kernels.tuning.benchmark": (
         "ImplementationTime",

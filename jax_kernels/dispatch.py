@@ -82,7 +82,7 @@ def _rounded_up(x: Any) -> Any:
     return -(-x // step) * step
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)  # a request may hold its caller's activation
 def tuning_key(request: Request) -> str:
     """The text by which tuning keeps the request's winner: equal for requests of one bucket."""
     named = lambda x: f"{x.__module__}.{x.__qualname__}" if hasattr(x, "__qualname__") else repr(x)

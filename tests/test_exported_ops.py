@@ -32,6 +32,7 @@ NOT_OPS = {
     "shard_sequence": "moves an array",
     "tune": "times calls",
     "unshard_sequence": "moves an array",
+    "validate": "compares two functions",
 }
 # Ops without a function of the bridge, with the reason.
 NOT_IN_THE_BRIDGE: dict[str, str] = {}

@@ -2,9 +2,10 @@
 
 import functools
 import inspect
+import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -12,10 +13,12 @@ from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack
 from jax_kernels.bridge.operators import plan_query
 from jax_kernels.device import DeviceInfo
+from jax_kernels.tuning.benchmark import ImplementationTime
 
 __all__ = ["benchmark_implementations", "device_info", "explain"]
 
 _NAMES = ("mosaic_gpu", "triton", "cudnn", "xla")
+_READINGS = 5
 
 
 def explain(
@@ -57,9 +60,32 @@ def device_info(place: torch.device | str | int | None = None) -> DeviceInfo:
     return dispatch.device_info(dlpack.jax_device(dlpack.torch_device("place", place)))
 
 
+@overload
 def benchmark_implementations(
-    op: Callable[..., Any], *args: Any, gradients: bool = False, seconds: float = 0.2, **kwargs: Any
-) -> dict[str, float]:
+    op: Callable[..., Any],
+    *args: Any,
+    gradients: bool = ...,
+    seconds: float = ...,
+    table: Literal[False] = ...,
+    **kwargs: Any,
+) -> dict[str, float]: ...
+@overload
+def benchmark_implementations(
+    op: Callable[..., Any],
+    *args: Any,
+    gradients: bool = ...,
+    seconds: float = ...,
+    table: Literal[True],
+    **kwargs: Any,
+) -> list[ImplementationTime]: ...
+def benchmark_implementations(
+    op: Callable[..., Any],
+    *args: Any,
+    gradients: bool = False,
+    seconds: float = 0.2,
+    table: bool = False,
+    **kwargs: Any,
+) -> dict[str, float] | list[ImplementationTime]:
     """Times `op(*args, **kwargs)` with each implementation: returns {name: milliseconds of a call}, fastest first.
 
     Implementations that cannot serve the call are left out. On a GPU, CUDA events enclose a queue of calls. So the time
@@ -69,6 +95,8 @@ def benchmark_implementations(
       op: a function of jax_kernels.bridge that has an argument `implementation`.
       gradients: also computes the gradients of the tensors among args and kwargs that require a gradient.
       seconds: approximate time for each implementation.
+      table: returns a list of jax_kernels.ImplementationTime instead, as jax_kernels.benchmark_implementations does:
+        with spreads and plans, and with the implementations that cannot serve the call, each with its reason.
 
     Raises op's error if op raises for every implementation; ValueError if kwargs has `implementation`, if no argument
     is a tensor, and for `gradients` if no tensor requires a gradient; TypeError if op has no argument `implementation`.
@@ -96,18 +124,30 @@ def benchmark_implementations(
             out = results[0] if isinstance(results, tuple | list) else results
             torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
-    times: dict[str, float] = {}
-    error: Exception | None = None
+    times: dict[str, list[float]] = {}
+    errors: dict[str, Exception] = {}
     for name in _NAMES:
         try:
             call(name)
         except (NotImplementedError, ValueError) as refused:  # it cannot serve the call, or the op lacks it
-            error = refused
+            errors[name] = refused
             continue
         times[name] = _milliseconds(functools.partial(call, name), first.device, seconds)
-    if not times and error is not None:
-        raise error
-    return dict(sorted(times.items(), key=lambda item: item[1]))
+    if not times:
+        raise errors[_NAMES[-1]]
+    fastest = dict(sorted(times.items(), key=lambda item: statistics.median(item[1])))
+    if not table:
+        return {name: statistics.median(readings) for name, readings in fastest.items()}
+    timer = "events" if first.device.type == "cuda" else "host"
+    rows = [
+        ImplementationTime.of(name, explain(op, *args, implementation=name, **kwargs), readings=readings, timer=timer)
+        for name, readings in fastest.items()
+    ]
+    lacking = [
+        ImplementationTime(implementation=name, plan=None, reason=dispatch.reason_against(e))
+        for name, e in errors.items()
+    ]
+    return rows + lacking
 
 
 def _takes_implementation(op: Callable[..., Any]) -> bool:
@@ -119,10 +159,11 @@ def _takes_implementation(op: Callable[..., Any]) -> bool:
     return any(x.name == "implementation" or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
-def _milliseconds(call: Callable[[], None], place: torch.device, seconds: float) -> float:
-    """Returns the milliseconds of one call, averaged over a queue of calls that takes about `seconds`."""
+def _milliseconds(call: Callable[[], None], place: torch.device, seconds: float) -> list[float]:
+    """Returns readings of the milliseconds of one call. Each is the mean of a queue of calls; all take `seconds`."""
     once = _queued(call, place, 2)
-    return _queued(call, place, max(2, min(1000, int(seconds * 1e3 / max(once, 1e-3)))))
+    calls = max(2, min(1000, int(seconds * 1e3 / max(once, 1e-3) / _READINGS)))
+    return [_queued(call, place, calls) for _ in range(_READINGS)]
 
 
 def _queued(call: Callable[[], None], place: torch.device, calls: int) -> float:

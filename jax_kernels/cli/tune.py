@@ -30,13 +30,11 @@ from jax_kernels.tuning.session import TunedCall
 
 __all__ = ["COMMANDS", "OpGroup", "tune"]
 
-# By the command's name, the op.
-TUNABLE = {
-    "attention": "flash_attention",
-    **{op: op for op in ("flash_attention", "matmul", "gated_matmul", "mlp", "layer_norm", "rms_norm")},
-}
 # Ops whose backward makes further matmul calls.
 _OF_MATMULS = ("matmul", "gated_matmul", "mlp")
+_OPS = ("flash_attention", "flash_attention_fp8", "decode_attention", *_OF_MATMULS, "layer_norm", "rms_norm")
+# By the command's name, the op.
+TUNABLE = {"attention": "flash_attention", **{op: op for op in _OPS}}
 
 GRADIENTS = Annotated[bool, typer.Option(help="time the backward too, and choose by the sum")]
 SECONDS = Annotated[float, typer.Option(help="the duration of one reading")]
@@ -91,7 +89,7 @@ def _show(results: list[TunedCall]) -> None:
 def _command(op: str) -> Callable[..., None]:
     """The typer command `jax-kernels tune OP`, a function whose signature has the op's options."""
     parameters = options.parameters_of(op)
-    shape = options.SIZES["shape" if op == "flash_attention" else "rows.shape"]
+    shape = options.SIZES["shape" if "query" in options.arguments_of(op) else "rows.shape"]
     keyword = lambda name, default, kind: inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
     )

@@ -11,6 +11,8 @@ An op is a public function and a `PlannedOp`. To write one:
        request, arrays = check(query=query, ...)
        return batched(OP, OP.call(request, options, implementation))(*arrays)
 
+`OP.tuned` takes the call and its arrays before they run: then jax_kernels.tune can time other implementations.
+
 An op that calls other ops has no table of its own: `explained_as(plan)` gives it a plan that is made of their plans.
 """
 

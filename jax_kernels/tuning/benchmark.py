@@ -5,7 +5,7 @@ import functools
 import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,12 @@ class ImplementationTime:
     spread: float | None = None
     timer: str | None = None
     reason: str | None = None
+
+    @classmethod
+    def of(cls, implementation: str, plan: Plan, *, readings: Sequence[float], timer: str) -> "ImplementationTime":
+        """The time from two readings or more, in ms of a call."""
+        low, ms, high = statistics.quantiles(readings, n=4, method="inclusive")
+        return cls(implementation=implementation, plan=plan, ms=ms, spread=(high - low) / ms, timer=timer)
 
     def __str__(self) -> str:
         if self.ms is None:
@@ -73,24 +79,23 @@ def benchmark_implementations(
         raise TypeError(f"op: got {op!r}, which has no argument `implementation`, want an op that has, or a partial")
     if gradients and not any(map(_is_floating, jax.tree.leaves((args, kwargs)))):
         raise ValueError("gradients: got True, want an array of floating-point values")
-    timer, found = timers.choose(), {}
-    programs: dict[str, Program] = {}
+    timer, programs = timers.choose(), {}
+    plans: dict[str, Plan] = {}
+    refused: list[ImplementationTime] = []
     for name in _names(op, args, kwargs):
         try:
-            plan = explain(op, *args, implementation=name, **kwargs)
-        except (NotImplementedError, ValueError) as error:
-            found[name] = ImplementationTime(implementation=name, plan=None, reason=reason_against(error))
-            continue
-        found[name] = ImplementationTime(implementation=name, plan=plan, timer=timer.name)
-        try:
+            plans[name] = explain(op, *args, implementation=name, **kwargs)
             programs[name] = _program(op, name, args, kwargs, gradients)
-        except Exception as error:  # it does not compile, or asks for too much memory
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            found[name] = dataclasses.replace(found[name], timer=None, reason=reason)
-    for name, readings in _readings(programs, timer, seconds).items():
-        low, ms, high = statistics.quantiles(readings, n=4, method="inclusive")
-        found[name] = dataclasses.replace(found[name], ms=ms, spread=(high - low) / ms)
-    return sorted(found.values(), key=lambda x: float("inf") if x.ms is None else x.ms)
+        except Exception as error:  # it cannot serve the call, does not compile, or asks for too much memory
+            plan = plans.get(name)
+            if plan is None and not isinstance(error, NotImplementedError | ValueError):
+                raise
+            first_line = str(error).strip().partition("\n")[0]
+            reason = reason_against(error) if plan is None else f"{type(error).__name__}: {first_line}"
+            refused.append(ImplementationTime(implementation=name, plan=plan, reason=reason))
+    readings = _readings(programs, timer, seconds)
+    timed = [ImplementationTime.of(name, plans[name], readings=x, timer=timer.name) for name, x in readings.items()]
+    return sorted(timed, key=lambda x: x.ms or 0.0) + refused
 
 
 def _names(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

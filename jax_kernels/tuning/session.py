@@ -43,7 +43,8 @@ class TunedCall:
 
 def _told(request: Request) -> dict[str, Any]:
     """The fields of a request that differ from their common value, for a line of text."""
-    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    text = lambda x: getattr(x, "__qualname__", x)  # of an activation
+    fields = {field.name: text(getattr(request, field.name)) for field in dataclasses.fields(request)}
     dull = {"op", "device", "shapes", "not_in_tiles", "not_in_mosaic_tiles"}
     return {
         name: x for name, x in fields.items() if name not in dull and x not in (None, False) and name != "v_head_dim"
@@ -90,7 +91,7 @@ class _Session:
         if key not in self._seen:
             if (reason := tunable.reason or _why_not(tunable)) is not None:
                 self._add(TunedCall(request=tunable.request, named=tunable.named, winner=None, reason=reason))
-            elif any(map(_is_traced, jax.tree.leaves(tunable.inputs))):
+            elif _is_tracing() or any(map(_is_traced, jax.tree.leaves(tunable.inputs))):
                 self._later.append(dataclasses.replace(tunable, inputs=jax.tree.map(_without_trace, tunable.inputs)))
             else:
                 self._measure(tunable)
@@ -102,7 +103,13 @@ class _Session:
         """Times the traced calls, with random arrays."""
         while self._later:
             tunable = self._later.pop(0)
-            self._measure(dataclasses.replace(tunable, inputs=_filled(tunable)))
+            try:
+                inputs = _filled(tunable)
+            except jax.errors.JaxRuntimeError as error:
+                reason = f"its arrays do not fit the memory: {str(error).partition(chr(10))[0]}"
+                self._add(TunedCall(request=tunable.request, named=tunable.named, winner=None, reason=reason))
+                continue
+            self._measure(dataclasses.replace(tunable, inputs=inputs))
 
     def _measure(self, tunable: TunableCall) -> None:
         if self.timer is None:
@@ -121,6 +128,11 @@ class _Session:
     def _add(self, result: TunedCall) -> None:
         self.results.append(result)
         self.progress.end(result)
+
+
+def _is_tracing() -> bool:
+    """Whether JAX traces a function now. A call with arrays that are known then cannot run now."""
+    return isinstance(jax.lax.add(1, 1), jax.core.Tracer)
 
 
 def _is_traced(x: Any) -> bool:
@@ -158,7 +170,7 @@ def _filled(tunable: TunableCall) -> Any:
             return x
         if jnp.issubdtype(x.dtype, jnp.floating):
             return jax.random.normal(next(keys), x.shape, jnp.float32).astype(x.dtype)
-        name = getattr(path[0], "name", "") if path else ""
+        name = jax.tree_util.keystr(path[:1], simple=True)
         return jnp.full(x.shape, True if x.dtype == bool else tunable.lengths.get(name, 0), x.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, tunable.inputs)
@@ -177,9 +189,10 @@ def tune(
         print(*results, sep="\\n")
 
     The candidates of a call are the implementations that can serve it, and other block sizes of the kernels of
-    flash_attention and matmul. A call with known arrays is timed when it is made, with these arrays. A call under jit
-    is timed after the block, with random arrays of its shapes, once for each bucket of equal options and similar sizes.
-    A function that was traced before the block makes no call: jax.clear_caches() lets JAX trace it again.
+    attention, decoding and matmuls. A call with known arrays is timed when it is made, with these arrays. A call under
+    jit is timed after the block, with random arrays of its shapes. Calls of equal options and similar sizes form a
+    bucket, and only its first call is timed. A function that was traced before the block makes no call:
+    jax.clear_caches() lets JAX trace it again.
 
     Later calls of the same bucket use the fastest candidate, in this process and, from the user's cache folder, in
     others: jax_kernels.explain shows the times. Programs that were compiled before keep their kernels.

@@ -13,6 +13,8 @@ from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90, MatmulTriton
 from jax_kernels.pallas.block_specs.specs import (
     AttentionBackwardSm90,
     AttentionBackwardTriton,
+    AttentionDecodeSm90,
+    AttentionDecodeTriton,
     AttentionForwardSm90,
     AttentionForwardTriton,
 )
@@ -50,17 +52,21 @@ class TiledCall:
 _FORWARD_SM90 = {
     64: ((3, 128, 3), (2, 128, 4), (2, 128, 3), (3, 128, 2), (2, 192, 2), (3, 64, 4)),
     128: ((2, 128, 2), (2, 64, 3), (2, 64, 4), (3, 64, 2)),
-    256: ((2, 64, 2), (2, 64, 1)),
+    256: ((2, 64, 2),),  # with one stage it spills
 }
 _HEAD_GROUPS = (1, 4, 8, 16, 32)
-# Hopper's backward: (q_stages, do_stages).
-_BACKWARD_SM90 = ((2, 2), (2, 1), (1, 1))
+# Hopper's backward: (q_stages, do_stages). With one stage of queries it spills.
+_BACKWARD_SM90 = ((2, 2), (2, 1))
 _STAGGERS = (0, 3, 5, 7)
 # Triton's forward: (block_q, block_kv), and (num_warps, num_stages). Its backward: the blocks of queries and keys of
 # the dkv kernel, then of the dq kernel.
 _FORWARD_TRITON = ((128, 64), (128, 128), (64, 64), (64, 128), (128, 32), (64, 32))
 _BACKWARD_TRITON = ((64, 128, 128, 64), (64, 64, 64, 64), (32, 64, 64, 32), (32, 128, 128, 32))
 _WARPS_AND_STAGES = ((4, 2), (8, 2), (4, 3), (8, 3))
+
+# Decoding on Hopper: (compute_warpgroups, block_kv, stages); in Triton: blocks of keys.
+_DECODE_SM90 = ((1, 128, 2), (2, 128, 2), (1, 64, 4), (2, 64, 2), (1, 64, 3), (1, 64, 2))
+_DECODE_TRITON = (32, 64, 128)
 
 # Hopper's matmul of 16 bits: fields of MatmulSm90.
 _MATMUL_SM90: tuple[dict[str, Any], ...] = (
@@ -92,7 +98,7 @@ _SM90_RESERVED = 32  # registers of a thread, of Hopper's forward, that hold no 
 
 
 def attention_candidates(blocks: Any, call: TiledCall) -> tuple[Any, ...]:
-    """The blocks to time for a direction of attention. blocks: of its block spec, which is left out."""
+    """The blocks to time for decoding or a direction of attention. blocks: of its block spec, which is left out."""
     if isinstance(blocks, AttentionForwardSm90):
         found = _forward_sm90(blocks, call)
     elif isinstance(blocks, AttentionBackwardSm90):
@@ -101,6 +107,8 @@ def attention_candidates(blocks: Any, call: TiledCall) -> tuple[Any, ...]:
         found = _forward_triton(call)
     elif isinstance(blocks, AttentionBackwardTriton):
         found = _backward_triton(call)
+    elif isinstance(blocks, AttentionDecodeSm90 | AttentionDecodeTriton):
+        found = _decode(blocks, call)
     else:
         found = []
     return tuple(x for x in dict.fromkeys(found) if x != blocks)
@@ -145,10 +153,9 @@ def _backward_sm90(blocks: AttentionBackwardSm90, call: TiledCall) -> list[Any]:
     staggers = [] if call.is_causal else [dataclasses.replace(blocks, q_loop_stagger=x) for x in _STAGGERS]
     others = [dataclasses.replace(blocks, early_dv=not blocks.early_dv)]
     if width <= 128:  # wider calls are not persistent
-        others += [
-            dataclasses.replace(blocks, persistent=not blocks.persistent, v_stages=1),
-            dataclasses.replace(blocks, exit_after_smem_read=not blocks.exit_after_smem_read),
-        ]
+        others.append(dataclasses.replace(blocks, exit_after_smem_read=not blocks.exit_after_smem_read))
+        if call.is_causal or blocks.persistent:  # otherwise a persistent kernel spills
+            others.append(dataclasses.replace(blocks, persistent=not blocks.persistent, v_stages=1))
     return [x for x in (*stages, *heads, *staggers, *others) if call.fits(backward_sm90_bytes(x, width))]
 
 
@@ -180,6 +187,20 @@ def _backward_triton(call: TiledCall) -> list[Any]:
                 )
             )
     return found
+
+
+def _decode(blocks: AttentionDecodeSm90 | AttentionDecodeTriton, call: TiledCall) -> list[Any]:
+    width = _width(call.width)
+    tile = lambda block_kv: 2 * block_kv * width * call.itemsize  # of keys and values
+    if isinstance(blocks, AttentionDecodeSm90):
+        found = [AttentionDecodeSm90(*fields) for fields in _DECODE_SM90]
+        # Queries and sums take up to an eighth of shared memory.
+        return [x for x in found if call.fits(x.compute_warpgroups * x.stages * tile(x.block_kv) * 8 // 7)]
+    return [
+        AttentionDecodeTriton(block_kv=block_kv, num_warps=warps, num_stages=stages)
+        for block_kv, (warps, stages) in itertools.product(_DECODE_TRITON, _WARPS_AND_STAGES)
+        if call.fits(stages * tile(block_kv))
+    ]
 
 
 def _matmul_sm90(blocks: MatmulSm90, call: TiledCall) -> list[Any]:

@@ -243,7 +243,7 @@ LEFT_OUT = {
     "device_info", "explain", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "from_jax",
     "initialize_distributed", "linear", "memory_report", "prepare_mask", "quantize_weights",
-    "ring_attention", "sequence_parallel_dilated_attention", "shard_sequence", "unshard_sequence",
+    "ring_attention", "sequence_parallel_dilated_attention", "shard_sequence", "unshard_sequence", "validate",
 }  # fmt: skip
 
 

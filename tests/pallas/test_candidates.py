@@ -9,6 +9,8 @@ import pytest
 from jax_kernels import dispatch
 from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention.checks import check
+from jax_kernels.ops.attention.decode_attention import _check as decode_check
+from jax_kernels.ops.attention.decode_implementations import IMPLEMENTATIONS as DECODE
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul import checks as matmul_checks
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMULS
@@ -34,13 +36,13 @@ def matmul(device, rows, dtype=jnp.bfloat16, **arguments):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
-@pytest.mark.parametrize("device", ["h200", "a100", "4090"])
-@pytest.mark.parametrize("name", ["mosaic_gpu", "triton"])
-def test_attention(name, device, head_dim, is_causal):
+@pytest.mark.parametrize(
+    ("device", "name"), [("h200", "mosaic_gpu"), ("h200", "triton"), ("a100", "triton"), ("4090", "triton")]
+)
+def test_attention(device, name, head_dim, is_causal):
     request = attention(device, head_dim, is_causal=is_causal)
     implementation = IMPLEMENTATIONS[name]
-    if implementation.supports(request) is not None:
-        pytest.skip("not on this GPU")
+    assert implementation.supports(request) is None
     config, _ = implementation.config(request)
     found = implementation.candidates(request)
     assert set(found) == {"forward", "backward"}
@@ -54,6 +56,21 @@ def test_attention(name, device, head_dim, is_causal):
         assert max(forward_sm90_bytes(x, width) for x in found["forward"]) <= 227 * 1024
         assert max(backward_sm90_bytes(x, width) for x in found["backward"]) <= 227 * 1024
         assert found["backward"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("device", "name"), [("h200", "mosaic_gpu"), ("h200", "triton"), ("4090", "triton")])
+def test_decoding(device, name, head_dim):
+    query, cache = (jax.ShapeDtypeStruct((4, length, 8, head_dim), jnp.bfloat16) for length in (1, 4096))
+    with dispatch.on_device(device):
+        request, _ = decode_check(
+            query=query, key=cache, value=cache, kv_lengths=None, block_tables=None, mask=None, bias=None, window=None,
+            softcap=None, sinks=None, scale=None, return_lse=False, implementation=None,
+        )  # fmt: skip
+    (config, _), (found,) = DECODE[name].config(request), DECODE[name].candidates(request).values()
+    assert 0 < len(set(found)) == len(found) <= MOST
+    assert {type(x) for x in found} == {type(config.forward)}
+    assert config.forward not in found
 
 
 def test_the_smaller_shared_memory_has_fewer_candidates():

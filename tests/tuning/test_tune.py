@@ -198,6 +198,25 @@ def test_a_traced_call_is_timed_after_the_block(readings):
     assert all(call.config.forward.block == 4 for call in CALLS)
 
 
+def test_known_arrays_in_a_traced_function():
+    """They are timed after the block, outside of the trace."""
+    with tune(gradients=False) as results:
+        jax.jit(lambda y: scale(X) + y)(1.0)
+        assert results == []
+    assert [result.winner.fastest for result in results] == ["fast"]
+    assert results[0].failed.keys() == {"fast Spec(block=7)", "fast Spec(block=13)"}
+
+
+def test_a_traced_call_that_does_not_fit_the_memory(monkeypatch):
+    def full(tunable):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 TiB\nand more")
+
+    monkeypatch.setattr(session, "_filled", full)
+    with tune() as results:
+        jax.jit(scale)(X)
+    assert results[0].reason == "its arrays do not fit the memory: RESOURCE_EXHAUSTED: 3 TiB"
+
+
 def test_arrays_of_a_traced_call():
     spec = lambda dtype: jax.ShapeDtypeStruct((3,), dtype)
     _, inputs = _check(x=spec(jnp.bfloat16), lengths=spec(jnp.int32), implementation=None)
@@ -339,3 +358,24 @@ def test_flash_attention_in_the_interpreter(monkeypatch):
         jax.grad(lambda x: call(x, implementation="xla").sum())(query),
         atol=1e-4,
     )
+
+
+def test_lengths_of_traced_calls(monkeypatch):
+    """Integers that count keys become the full length; the pages of a cache have to be known."""
+    monkeypatch.setattr(session, "device_info", lambda: device_info("cpu"))
+    found = []
+    monkeypatch.setattr(session._Session, "_measure", lambda self, tunable: found.append(tunable.inputs))
+    query, cache = jnp.ones((2, 1, 4, 16)), jnp.ones((2, 32, 4, 16))
+    lengths, eight_bits = jnp.ones(2, jnp.int32), cache.astype(jnp.float8_e4m3fn)
+    with tune() as results:
+        jax.jit(lambda n: jax_kernels.flash_attention(cache, cache, cache, kv_lengths=n))(lengths)
+        jax.jit(lambda n: jax_kernels.decode_attention(query, cache, cache, kv_lengths=n))(lengths)
+        jax.jit(lambda n: jax_kernels.flash_attention_fp8(*[eight_bits] * 3, kv_lengths=n))(lengths)
+        tables = jnp.zeros((2, 1), jnp.int32)
+        pages = lambda tables: jax_kernels.decode_attention(
+            query, cache, cache, kv_lengths=lengths, block_tables=tables
+        )
+        jax.jit(pages)(tables)
+    attention, decoding, fp8 = found
+    assert attention.kv_lengths.tolist() == decoding.kv_lengths.tolist() == fp8[-1].tolist() == [32, 32]
+    assert [result.reason for result in results] == ["block_tables: got a traced array, want a known one"]

@@ -173,9 +173,25 @@ def decode_attention(
     query, scale = checks.with_positive_scale(arrays.query, scale)
     left = -1 if request.window is None else request.window[0]
     options = DecodeOptions(scale=scale, softcap=request.softcap, left=left)
-    results = decode(OP.call(request, options, implementation), arrays._replace(query=query))
+    arrays = arrays._replace(query=query)
+    call = OP.tuned(
+        OP.call(request, options, implementation),
+        request,
+        decode,
+        arrays,
+        implementation,
+        lengths={"kv_lengths": request.kv_length},
+        reason=_why_not_tuned(arrays),
+    )
+    results = decode(call, arrays)
     out, lse = mask_or_nan(results, mask.is_valid if isinstance(mask, Mask) else None)
     return (out, lse) if return_lse else out
+
+
+def _why_not_tuned(arrays: DecodeArrays) -> str | None:
+    """Why a call cannot be tuned; None if it can. Random numbers of pages would not take the time of real ones."""
+    is_traced = isinstance(arrays.block_tables, jax.core.Tracer | jax.ShapeDtypeStruct)
+    return "block_tables: got a traced array, want a known one" if is_traced else None
 
 
 def _check(

@@ -15,6 +15,7 @@ from jax_kernels.ops.sharding.partitioning import Axis, Shares, is_partitioned, 
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90.decode import launch as decode_sm90
 from jax_kernels.pallas.attention.triton import decode as decode_triton
+from jax_kernels.pallas.block_specs.candidates import TiledCall, attention_candidates
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.reference import decode_attention as reference
 
@@ -31,6 +32,7 @@ class DecodeRequest(Request):
     """
 
     SIZES: ClassVar[tuple[str, ...]] = (*checks.SIZES, "pages")
+    ROUNDED: ClassVar[tuple[str, ...]] = (*SIZES, "mask_size", "window")
 
     batch: int
     q_length: int
@@ -96,6 +98,21 @@ def _config(name: str):
     return config
 
 
+def _candidates(name: str):
+    """Returns the `candidates` of the implementation `name`: a function from a DecodeRequest to blocks to time."""
+
+    def candidates(request: DecodeRequest) -> dict[str, tuple[Any, ...]]:
+        blocks, _ = _config(name)(request)
+        call = TiledCall(
+            width=max(request.head_dim, request.v_head_dim),
+            itemsize=2,
+            shared_memory=request.device.shared_memory_per_block,
+        )
+        return {"forward": attention_candidates(blocks.forward, call)}
+
+    return candidates
+
+
 def _supports_mosaic(request: DecodeRequest) -> str | None:
     """The reason, in words for users, why the Hopper kernel cannot serve the request; None if it can."""
     if reason := unsupported.not_hopper(request):
@@ -139,7 +156,7 @@ def _xla(*arrays, config, interpret, **rest):
 
 
 def _implementation(name, supports, forward) -> Implementation:
-    return Implementation(name, supports, _config(name), _of_options(kernel(forward)), None)
+    return Implementation(name, supports, _config(name), _of_options(kernel(forward)), None, _candidates(name))
 
 
 IMPLEMENTATIONS = {

@@ -175,8 +175,10 @@ def flash_attention_fp8(
     # The factors hold the scale: combined with the scales of query and key it differs from head to head.
     options = AttentionOptions(scale=1.0, is_causal=request.is_causal, q_offset=request.q_offset)
     factors = _factors(request, arrays.q_scale, arrays.k_scale, arrays.v_scale, scale)
+    inputs = (query, arrays.key, arrays.value, factors, arrays.q_offset, arrays.kv_lengths)
     call = OP.call(request, options, implementation)
-    out, lse = _attention(call, (query, arrays.key, arrays.value, factors, arrays.q_offset, arrays.kv_lengths))
+    lengths = {str(len(inputs) - 1): request.kv_length}
+    out, lse = _attention(OP.tuned(call, request, _attention, inputs, implementation, lengths=lengths), inputs)
     return (out, lse) if return_lse else out
 
 

@@ -104,6 +104,13 @@ def test_times_of_implementations(gradients):
     times = bridge.benchmark_implementations(bridge.flash_attention, *inputs, gradients=gradients, seconds=0.01)
     assert list(times) == ["xla"]
     assert 0 < times["xla"] < 10_000
+    rows = bridge.benchmark_implementations(
+        bridge.flash_attention, *inputs, gradients=gradients, seconds=0.01, table=True
+    )
+    assert [row.implementation for row in rows] == ["xla", "mosaic_gpu", "triton", "cudnn"]
+    assert (rows[0].timer, rows[0].plan.implementation, rows[0].reason) == ("host", "xla", None)
+    assert 0 < rows[0].ms < 10_000
+    assert rows[1].reason.startswith("it needs an NVIDIA GPU")
     with pytest.raises(ValueError, match="implementation"):
         bridge.benchmark_implementations(bridge.flash_attention, *inputs, implementation="xla")
     with pytest.raises(

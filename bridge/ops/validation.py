@@ -1,0 +1,83 @@
+"""validate for functions of tensors: a function and its gradients against a baseline that is computed in float64."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_kernels.testing.validation import ValidationReport, compared, sized_shape
+
+__all__ = ["validate"]
+
+
+def validate(
+    candidate: Callable[..., Any],
+    baseline: Callable[..., Any],
+    inputs: Sequence[torch.Tensor] | str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    gradients: bool = True,
+    factor: float = 2.0,
+) -> ValidationReport:
+    """Compares candidate(*inputs), and its gradients, with a baseline in PyTorch, like jax_kernels.validate.
+
+    The true values are the baseline's for the inputs in float64; if the baseline refuses float64, for the inputs as
+    they are. A result passes if its error is at most `factor` times the error of the baseline in the inputs' own
+    dtypes, or within the rounding of the result's dtype. For example::
+
+        report = bridge.validate(bridge.flash_attention, plain_attention, "realistic")
+        assert report.passed, report
+
+    Args:
+      candidate, baseline: functions of the inputs, or modules, which return tensors in one structure.
+      inputs: tensors; or a size of random query, key and value, such as "small", as in jax_kernels.validate.
+      dtype, device: of the tensors of a size. None is the current GPU, or the CPU if there is no GPU.
+      gradients: also compares the gradients of all floating-point inputs, for one random cotangent.
+      factor: the allowed multiple of the baseline's error.
+
+    Returns a ValidationReport. The errors are jax_kernels.validate's.
+    """
+    if not factor >= 1:
+        raise ValueError(f"factor: got {factor}, want 1 or more")
+    if isinstance(inputs, str):
+        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        generator = torch.Generator().manual_seed(0)
+        drawn = (torch.randn(sized_shape(inputs), generator=generator) for _ in range(3))
+        given = [x.to(place, dtype) for x in drawn]
+    else:
+        given = list(inputs)
+    truth = "the baseline in float64"
+    of_baseline = _results(baseline, given, gradients)
+    try:
+        want = _results(baseline, [x.double() if x.is_floating_point() else x for x in given], gradients)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):  # torch's own operations raise RuntimeError
+        truth, want = "the baseline in the inputs' dtypes, since it refuses float64", of_baseline
+    got = _results(candidate, given, gradients)
+    return ValidationReport(truth=truth, comparisons=compared(got, of_baseline, want, factor))
+
+
+def _results(function: Callable[..., Any], inputs: Sequence[torch.Tensor], gradients: bool) -> dict[str, Any]:
+    """{"output": the function's results, "gradient": of each floating-point input, in order}, as NumPy arrays."""
+    if not gradients:
+        with torch.no_grad():
+            return {"output": jax.tree.map(_numpy, function(*inputs))}
+    given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    out = function(*given)
+    outs = [x for x in jax.tree.leaves(out) if x.requires_grad]
+    moving = [x for x in given if x.requires_grad]
+    found = torch.autograd.grad(outs, moving, [_cotangent(x) for x in outs], allow_unused=True)
+    zeros = [torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(moving, found, strict=True)]
+    return {"output": jax.tree.map(_numpy, out), "gradient": [_numpy(x) for x in zeros]}
+
+
+def _cotangent(x: torch.Tensor) -> torch.Tensor:
+    """Random values like x; the same for each dtype, up to rounding."""
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+
+
+def _numpy(x: torch.Tensor) -> Any:
+    exact = x.detach().double() if x.is_floating_point() else x
+    return exact.cpu().numpy().astype(jnp.dtype(str(x.dtype).removeprefix("torch.")))
