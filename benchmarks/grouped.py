@@ -36,7 +36,7 @@ from jax_kernels.pallas import block_specs
 
 SHAPES = "32768,1280,2560,64;16384,14336,4096,8"
 SIZES = ("even", "skewed")
-IMPLEMENTATIONS = ("triton", "xla")
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 PEERS = "ragged_dot,torch,dense"
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "tf32": jnp.float32}
 SWEPT = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "row_group")

@@ -10,9 +10,9 @@ from jax_kernels.pallas.block_specs.specs import TimedGpu, positive
 class GroupedSm90:
     """Blocks of the Hopper grouped matmul: 128 rows of one group, 64 for each of two warpgroups, and block_n columns.
 
-    stages: the number of stages of the pipeline in shared memory, each with 64 values of the inner dimension. The kernel
-    uses fewer stages if shared memory lacks room. row_group: the number of row tiles that run at the same time. The L2
-    cache holds their x.
+    stages: the number of stages of the pipeline in shared memory, each with 64 values of the inner dimension. The
+    kernel uses fewer stages if shared memory lacks room. row_group: the number of row tiles that run at the same time.
+    The L2 cache holds their x.
     """
 
     block_n: int
@@ -58,11 +58,11 @@ class GroupedCall:
 class GroupedRow:
     """The blocks of a grouped matmul. The first row of a table that matches all facts of a call is used.
 
-    implementation: the implementation's name. forward: the blocks of the matmul and of the gradient of x, a MatmulTriton
-    or a GroupedSm90. weight_gradient: the blocks of the gradient of w, a MatmulTriton: the matmul of x's transpose [K,
-    rows of a group] and the cotangent [rows of a group, N]. mean_rows: the largest mean number of rows of a group; None matches
-    any. bits: of x's dtype. is_aligned: the call's value in GroupedCall; None matches any. measured_on: the GPU on
-    which a call with these blocks was timed; None if on none.
+    implementation: the implementation's name. forward: the blocks of the matmul and of the gradient of x, a
+    MatmulTriton or a GroupedSm90. weight_gradient: the blocks of the gradient of w, a MatmulTriton: the matmul of x's
+    transpose [K, rows of a group] and the cotangent [rows of a group, N]. mean_rows: the largest mean number of rows of
+    a group; None matches any. bits: of x's dtype. is_aligned: the call's value in GroupedCall; None matches any.
+    measured_on: the GPU on which a call with these blocks was timed; None if on none.
     """
 
     implementation: str

@@ -17,6 +17,7 @@ from jax_kernels.ops.grouped.implementations import IMPLEMENTATIONS, OP, request
 from jax_kernels.ops.grouped.partitioning import shared_matmul, shared_weight_gradient
 from jax_kernels.ops.matmul.gradients import ScaledCotangents
 from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, no_calls
+from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.reference.grouped_matmul import sum_of_rows
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.promotion import under_defaults
@@ -105,9 +106,19 @@ def _run(call: PlannedCall, direction: str, inputs: Any) -> Any:
     return function(inputs, call.options, config=call.config, interpret=call.interpret)
 
 
+def _run_shard(call: PlannedCall, inputs: GroupedInputs) -> GroupedResult:
+    """The GroupedResult of a device's shard, by XLA if the call's implementation does not support the shard's sizes."""
+    if is_partitioned():
+        sizes = call.options.sizes(inputs)
+        request = request_of(call.options, inputs.x.dtype, sizes, dispatch.target_device(inputs.x))
+        if IMPLEMENTATIONS[call.implementation].supports(request) is not None:
+            call = dataclasses.replace(call, implementation="xla", config=None)
+    return _run(call, "forward", inputs)
+
+
 @functools.lru_cache(maxsize=MOST_CALLS)
 def _shared_forward(call: PlannedCall) -> Callable[[GroupedInputs], GroupedResult]:
-    return _one_by_one(shared_matmul(functools.partial(_run, call, "forward"), call.options))
+    return _one_by_one(shared_matmul(functools.partial(_run_shard, call), call.options))
 
 
 @functools.lru_cache(maxsize=MOST_CALLS)

@@ -60,8 +60,8 @@ def grouped_matmul(
       out_dtype: bfloat16, float16 or float32; None is x's dtype.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all inputs, "bf16" or "fp16":
         x and w are first rounded to it. None is x's dtype.
-      implementation: "triton" or "xla"; None picks the device's first that supports the call. Only "xla" has
-        derivatives in forward mode (jax.jvp) and second derivatives.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
+        has derivatives in forward mode (jax.jvp) and second derivatives.
 
     Returns:
       out [M, N] in out_dtype.

@@ -193,8 +193,8 @@ def _store_part(
         else:
             total = z
             if kernel.inputs.bias is not None:
-                bias = kernel.inputs.bias.at[tile.group, pl.ds(column, COLUMNS)]
-                bias = plgpu.load(bias, layout=COLUMN, optimized=False)
+                of_part = kernel.inputs.bias.at[tile.group, pl.ds(column, COLUMNS)]
+                bias = plgpu.load(of_part, layout=COLUMN, optimized=False)
                 total = total + lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, [1])
             activation = for_tiles(options.activation)
             values = [total if activation is None else activation(total), total][: len(kernel.results)]
@@ -225,10 +225,10 @@ def _store(kernel: Kernel, wg: Index, buffer: int, y: jax.Array, result: Ref, ro
     def _parts():
         rows = ROWS // 2
         while rows >= EIGHT:
-            first = count & ~(2 * rows - 1)
-            pl.when((count & rows) != 0)(functools.partial(copy, pl.multiple_of(first, EIGHT), rows))
+            first = pl.multiple_of(jnp.bitwise_and(count, -2 * rows), EIGHT)
+            pl.when(jnp.bitwise_and(count, rows) != 0)(functools.partial(copy, first, rows))
             rows //= 2
         for rows in range(1, EIGHT):
-            first = pl.multiple_of(count & ~(EIGHT - 1), EIGHT)
-            pl.when((count & (EIGHT - 1)) == rows)(functools.partial(copy, first, rows))
+            first = pl.multiple_of(jnp.bitwise_and(count, -EIGHT), EIGHT)
+            pl.when(jnp.bitwise_and(count, EIGHT - 1) == rows)(functools.partial(copy, first, rows))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

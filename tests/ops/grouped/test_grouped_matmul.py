@@ -206,7 +206,7 @@ def test_plans():
     x, w, sizes = (
         jax.ShapeDtypeStruct(*of) for of in (((8192, 512), "bfloat16"), ((8, 512, 256), "bfloat16"), ((8,), "int32"))
     )
-    for device in ("H200", "A100", "RTX 4090", "B200"):
+    for device in ("A100", "RTX 4090", "B200"):
         with on_device(device):
             plan = explain(grouped_matmul, x, w, sizes)
             assert plan.implementation == "triton"
@@ -221,8 +221,8 @@ def test_plans():
         exact = [jax.ShapeDtypeStruct(y.shape, jnp.float32) for y in (x, w)]
         assert explain(grouped_matmul, *exact, sizes).implementation == "xla"
         few = jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
-        blocks = [explain(grouped_matmul, y, w, sizes).config.forward.block_m for y in (few, x)]
-        assert blocks == [64, 128]
+        plans = [explain(grouped_matmul, y, w, sizes, implementation="triton") for y in (few, x)]
+        assert [plan.config.forward.block_m for plan in plans] == [64, 128]
 
 
 NOT_FOR_TRITON = {

@@ -81,7 +81,7 @@ def cases(length, dim, implementation):
     sums = {"all-reduce"}
     x, w, wide = (4, 16, 128), (128, 256), (4, 16, 256)
     multiply = lambda *xw, **options: matmul(*xw, implementation=implementation, **options)
-    grouped = lambda x, w, n, **options: grouped_matmul(x, w, 9 * n, implementation="triton", **options)
+    grouped = lambda x, w, n, **options: grouped_matmul(x, w, 9 * n, implementation=implementation, **options)
     groups, columns_of_data = ((64, 128), (4, 128, 256), ("ids", (4,))), P(None, "data")
     columns, by_rows = P(None, "tensor"), P("data", "tensor")
     up, down = (128, 256), (256, 128)

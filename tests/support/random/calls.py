@@ -121,6 +121,26 @@ def products(draw: Draw) -> Call:
     )
 
 
+def grouped(draw: Draw) -> Call:
+    """A forward and the gradients of grouped_matmul: some groups without rows, and rows past the last group."""
+    groups, n, k = draw.integer(1, 9), draw.size(), draw.size()
+    dtype, transpose_w = draw.one("bfloat16", "float16", "float32"), draw.chance(0.4)
+    sizes = [draw.one(0, 1, draw.size()) for _ in range(groups)]
+    m = max(1, sum(sizes) + draw.one(0, draw.size()))
+    weight = (groups, n, k) if transpose_w else (groups, k, n)
+    arrays = {"x": draw.normal(m, k, dtype=dtype), "w": draw.normal(*weight) / np.float32(k**0.5)}
+    arrays["w"] = np.asarray(jnp.asarray(arrays["w"], dtype), np.float32)
+    arrays |= {"bias": draw.normal(groups, n, dtype=dtype)} if draw.chance(0.5) else {}
+    options = {"transpose_w": transpose_w, "activation": draw.one(None, *ACTIVATIONS)}
+    return Call(
+        forward=lambda ops, given, **how: {"out": ops.grouped_matmul(**given, **options, **how)},
+        arrays=arrays | {"group_sizes": np.asarray(sizes, np.int32)},
+        moved=list(arrays),
+        dtype=dtype,
+        options=options | {"sizes": sizes, "m": m, "n": n, "k": k, "dtype": dtype, "arrays": sorted(arrays)},
+    )
+
+
 def eight_bits(draw: Draw) -> Call:
     """A matmul of 8-bit operands, or a gated unit of them; by XLA on the dequantized operands."""
     scaling, is_gated = draw.one("tensor", "row", "block"), draw.chance(0.4)
@@ -357,6 +377,7 @@ KINDS: dict[str, Callable[[Draw], Call]] = {
     "dynamic": dynamic,
     "attention_of_eight_bits": attention_of_eight_bits,
     "few_bits": few_bits,
+    "grouped": grouped,
 }
 
 

@@ -26,16 +26,18 @@ NAMES, SIZES = ("rows", "columns"), (2, 2)
 def specs_of(call: Call, draw: Draw, mesh: jax.sharding.Mesh) -> dict[str, jax.P]:
     """A random PartitionSpec for each array. A mesh axis shards at most one axis of an array.
 
-    If the mesh has Explicit axes, attention refuses sharded tokens; its tokens stay whole.
+    If the mesh has Explicit axes, attention refuses sharded tokens, and grouped_matmul sharded rows and groups: these
+    axes stay whole.
     """
     found = {}
-    is_whole = jax.sharding.AxisType.Explicit in mesh.axis_types and "query" in call.arrays
+    is_explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
+    is_whole, is_grouped = is_explicit and "query" in call.arrays, is_explicit and "group_sizes" in call.arrays
     for name, x in call.arrays.items():
         axes: list[Any] = [None] * x.ndim
         may_be_shared = [0, 2] if name in ("query", "key", "value") else [0]
         for mesh_axis, size in zip(NAMES, SIZES, strict=True):
             fits = [i for i in range(x.ndim) if axes[i] is None and x.shape[i] and x.shape[i] % size == 0]
-            free = [i for i in fits if i in may_be_shared] if is_whole else fits
+            free = [i for i in fits if i in may_be_shared] if is_whole else [i for i in fits if i or not is_grouped]
             if free and draw.chance(0.7):
                 axes[draw.one(*free)] = mesh_axis
         found[name] = jax.P(*axes)

@@ -1,0 +1,158 @@
+"""The Hopper grouped matmul in the Mosaic interpreter, with races; its schedule; and its block specs, compiled.
+
+As a script it compiles one call, forward and gradient of x:
+`python tests/pallas/grouped/sm90/test_sm90_grouped_matmul.py '{"activation": "silu", ...}'`.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import explain, grouped_matmul
+from jax_kernels.dispatch import on_device
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
+from jax_kernels.pallas.grouped.sm90.state import ROWS, Schedule
+from jax_kernels.testing import grouped_matmul as cases
+from tests.support.cases import ids, tiers
+from tests.support.interpreters import kernels as cases_interpreter
+from tests.tools import compile_case
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("cores", "names"),
+    [
+        (1, ["small"]),
+        (3, ["overlapping"]),
+        pytest.param(1, ["blocks"], marks=pytest.mark.slow),
+        pytest.param(3, ["past", "all_in_one", "edges", "small"], marks=pytest.mark.slow),
+    ],
+)
+def test_interpreted(cores, names):
+    """Races are detected on one core, in cases whose blocks of rows do not overlap."""
+    cases_interpreter.check("jax_kernels.testing.grouped_matmul", cores, cores == 1, names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ids.named(cases.HOPPER | cases.LONG))
+def test_on_hopper(name):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    case = (cases.HOPPER | cases.LONG)[name]
+    if reason := cases.why_not(case, "mosaic_gpu"):
+        pytest.skip(reason)
+    for result, (error, bound) in cases.errors_by(case, "mosaic_gpu").items():
+        assert error <= bound, result
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 5, 1, 63, 0, 13), (64, 128, 65), (300, 0, 0), (0, 0, 300), (129, 191), (1, 127, 2, 190), (400, -5, 3)],
+)
+def test_schedule(sizes):
+    """Each row is stored, by warpgroups of its group only. A count is 64, 0 or all rows of a small group."""
+    rows = 320
+    schedule = Schedule.of(jnp.asarray(sizes, jnp.int32), rows)
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), rows)
+    part_ends = np.append(ends, rows)
+    part_starts = np.append(0, ends)
+    stored = np.full(rows, -1)
+    used = int(schedule.tiles[0])
+    for i in range(used):
+        group = int(schedule.group[i])
+        start, end = part_starts[group], part_ends[group]
+        for row, count in ((schedule.row0, schedule.count0), (schedule.row1, schedule.count1)):
+            first, number = int(row[i]), int(count[i])
+            assert number in (0, ROWS) or (first == start and number == end - start < ROWS)
+            assert start <= first
+            assert first + number <= end
+            stored[first : first + number] = group
+    np.testing.assert_array_equal(stored, np.repeat(np.arange(len(part_ends)), part_ends - part_starts))
+    assert not np.asarray(schedule.count0)[used:].any()
+    assert not np.asarray(schedule.count1)[used:].any()
+
+
+NOT_SERVED = {
+    "float32": ({"dtype": "float32"}, "it takes and returns bfloat16 and float16, not float32"),
+    "float32_out": ({"out_dtype": "float32"}, "it takes and returns bfloat16 and float16, not float32"),
+    "columns": ({"n": 200}, "it needs K and N in multiples of 64"),
+    "depth": ({"k": 200}, "it needs K and N in multiples of 64"),
+    "activation": ({"activation": lambda z: jnp.floor(z)}, "it cannot compute floor in its activation"),
+    "device": ({"device": "A100"}, "it needs Hopper (compute capability 9.0)"),
+}
+
+
+def _types(m=1001, n=512, k=1024, groups=8, dtype="bfloat16", **options):
+    shapes = {"x": (m, k), "w": (groups, n, k) if options.get("transpose_w") else (groups, k, n)}
+    types = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
+    return types | {"group_sizes": jax.ShapeDtypeStruct((groups,), jnp.int32)} | options
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_limits(name):
+    given, reason = NOT_SERVED[name]
+    device = given.get("device", "H200")
+    given = _types(**{key: x for key, x in given.items() if key != "device"})
+    with on_device(device), pytest.raises(NotImplementedError) as error:
+        explain(grouped_matmul, **given, implementation="mosaic_gpu")
+    assert reason in str(error.value)
+
+
+def test_plan():
+    with on_device("H200"):
+        plan = explain(grouped_matmul, **_types())
+    assert plan.implementation == "mosaic_gpu"
+    assert isinstance(plan.config.forward, GroupedSm90)
+    assert "not measured" in plan.source
+    assert "not measured" in plan.why
+    with pytest.raises(ValueError, match=r"GroupedSm90\.block_n=320 must be at most 256"):
+        GroupedSm90(block_n=320, stages=3, row_group=8)
+
+
+COMPILED = {
+    "plain": {},
+    "transposed": {"transpose_w": True, "activation": "gelu", "has_bias": True},
+    "float16": {"dtype": "float16", "activation": "gelu_tanh", "has_bias": True},
+    "odd_rows": {"m": 1001, "activation": "silu"},
+}
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
+@pytest.mark.parametrize("name", tiers.cases(COMPILED, ["odd_rows"]))
+def test_compiled(name):
+    """Forward and backward: no launch spills or zeroes accumulators. Triton computes the gradient of w."""
+    printed, mosaic, _ = compile_case.compile_script(__file__, json.dumps(COMPILED[name]))
+    assert json.loads(printed) == ["grouped_weight_gradient_triton"]
+    assert list(mosaic) == ["grouped_matmul_sm90_mosaic_gpu_kernel"]
+    for figures in mosaic.values():
+        assert figures["spill_stores"] == 0
+        assert figures["registers"] <= 168
+        assert figures["shared_memory"] <= 232448
+        assert figures["unseen_zeros"] == 0
+
+
+def _compile(options: dict) -> list[str]:
+    """Compiles in this process. Returns the names of the Triton kernels."""
+    has_bias = options.pop("has_bias", False)
+    given = _types(**({"m": 4096, "n": 4096, "k": 2048} | options))
+    arrays = {name: given.pop(name) for name in ("x", "w")}
+    sizes, (m, _), dtype = given.pop("group_sizes"), arrays["x"].shape, arrays["x"].dtype
+    columns = arrays["w"].shape[1 if given.get("transpose_w") else 2]
+    if has_bias:
+        arrays["bias"] = jax.ShapeDtypeStruct((8, columns), dtype)
+
+    def both(arrays, sizes, dout):
+        call = lambda arrays: grouped_matmul(**arrays, group_sizes=sizes, **given, implementation="mosaic_gpu")
+        out, vjp = jax.vjp(call, arrays)
+        return out, vjp(dout)
+
+    return compile_case.lower_and_compile("h200", both, arrays, sizes, jax.ShapeDtypeStruct((m, columns), dtype))[1]
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(json.loads(sys.argv[1]))))
