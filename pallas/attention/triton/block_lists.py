@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
-from jax_kernels.masks.arrays import KeyMask
+from jax_kernels.masks.arrays import Dense, KeyMask
 from jax_kernels.masks.block_lists import BlockLists, block_lists, block_status, compress, packed_lists
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import key_lengths, whole_mask, without_limits
@@ -179,11 +179,15 @@ def prepared_lists(
 
 def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
     """All limits of a call as one Mask. An array with one row for all queries becomes a KeyMask, without bits."""
-    mask: Any = inputs.mask
-    if not isinstance(mask, Mask) and mask.shape[2] == 1:
-        kept = jnp.broadcast_to(mask[:, :, 0], (*mask.shape[:2], inputs.key.shape[1]))
-        inputs = inputs._replace(mask=KeyMask(kept))
-    return whole_mask(inputs, options)
+    is_of_keys = lambda x: isinstance(x, Dense) and x.array.shape[2] == 1
+
+    def as_key_mask(x: Any) -> Any:
+        if not is_of_keys(x):
+            return x
+        return KeyMask(jnp.broadcast_to(x.array[:, :, 0], (*x.array.shape[:2], inputs.key.shape[1])))
+
+    mask = jax.tree.map(as_key_mask, whole_mask(inputs, options), is_leaf=is_of_keys)
+    return cast(Mask, mask)
 
 
 def _call_of(inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[int, int], *, by: str) -> ListedCall:

@@ -37,6 +37,8 @@ ARITHMETIC = {
     "global": masks.global_tokens(COUNTS) | masks.sliding_window(10, 10),
 }
 KEYS = {
+    "padded prefixes": masks.dense(RANDOM.random((B, 1, 1, S)) < 0.7) & (CAUSAL | masks.prefix(COUNTS)),
+    "not these keys": ~masks.dense(np.arange(S)[None] % 64 < 40) | masks.sliding_window(3, 3),
     "keys": jnp.asarray(RANDOM.random((B, 1, 1, S)) < 0.7),
     "keys of heads": jnp.asarray(
         (RANDOM.random((B, H, 1, S)) < 0.5) & (RANDOM.random((B, H, 1, S // 33 + 1)) < 0.5).repeat(33, 3)[..., :S]
@@ -90,7 +92,7 @@ def check(mask: Any, **options: Any) -> None:
 
 # Each mask with one of the options, in turn.
 MASKS = ARITHMETIC | KEYS | BITS
-QUICK = list(zip(MASKS, itertools.cycle(OPTIONS), strict=False))
+QUICK = list(zip([*ARITHMETIC, "keys of heads", *BITS], itertools.cycle(OPTIONS), strict=False))
 
 
 @pytest.mark.parametrize(("name", "options"), tiers.some_pairs(MASKS, OPTIONS, QUICK))
@@ -99,7 +101,7 @@ def test_matches_plain_attention(name, options):
 
 
 @pytest.mark.parametrize("bias", tiers.cases([(B, H, T, S), (1, H, 1, S), (1, 1, T, S)], {str((1, H, 1, S))}))
-@pytest.mark.parametrize("name", ["documents", "heads", "keys of heads"])
+@pytest.mark.parametrize("name", tiers.cases(["documents", "heads", "keys of heads"], {"documents", "heads"}))
 def test_gradient_of_a_bias(name, bias):
     mask = MASKS[name]
 
@@ -111,7 +113,7 @@ def test_gradient_of_a_bias(name, bias):
     assert rms_error(gradient("triton"), gradient("xla")) < 5e-6
 
 
-@pytest.mark.parametrize("name", ["longformer", "keys of heads"])
+@pytest.mark.parametrize("name", tiers.cases(["longformer", "keys of heads"], {"longformer"}))
 def test_score_mod(name):
     """A score_mod's arrays get gradients, also under a mask."""
     slopes = jnp.linspace(0.1, 1, H)
@@ -217,7 +219,7 @@ def test_masks_of_positions_need_no_bits():
     assert size <= 64 << 20
 
 
-@pytest.mark.parametrize("name", ["documents", "heads", "keys"])
+@pytest.mark.parametrize("name", tiers.cases(["documents", "heads", "keys"], {"documents", "heads"}))
 def test_prepared_lists(name):
     mask = MASKS[name] if isinstance(MASKS[name], masks.Mask) else masks.dense(MASKS[name])
     arrays = normal(B, T, H, D, seed=0), normal(B, S, KV_HEADS, D, seed=1)
