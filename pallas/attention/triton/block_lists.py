@@ -21,6 +21,7 @@ from jax_kernels.masks.arrays import Dense, KeyMask
 from jax_kernels.masks.block_lists import BlockLists, block_lists, block_status, compress, packed_lists
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import key_lengths, whole_mask, without_limits
+from jax_kernels.masks.mask import And, Not, Or
 from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, rounded_up
 from jax_kernels.pallas.attention.mask_predicate import MaskPredicate
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
@@ -179,15 +180,16 @@ def prepared_lists(
 
 def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
     """All limits of a call as one Mask. An array with one row for all queries becomes a KeyMask, without bits."""
-    is_of_keys = lambda x: isinstance(x, Dense) and x.array.shape[2] == 1
 
-    def as_key_mask(x: Any) -> Any:
-        if not is_of_keys(x):
-            return x
-        return KeyMask(jnp.broadcast_to(x.array[:, :, 0], (*x.array.shape[:2], inputs.key.shape[1])))
+    def with_key_masks(mask: Mask) -> Mask:
+        if isinstance(mask, Dense) and mask.array.shape[2] == 1:
+            return KeyMask(jnp.broadcast_to(mask.array[:, :, 0], (*mask.array.shape[:2], inputs.key.shape[1])))
+        # Only in compositions of this call's masks: a Placed mask's arrays have the keys of the whole sequence.
+        if isinstance(mask, And | Or):
+            return type(mask)(tuple(map(with_key_masks, mask.masks)))
+        return Not(with_key_masks(mask.mask)) if isinstance(mask, Not) else mask
 
-    mask = jax.tree.map(as_key_mask, whole_mask(inputs, options), is_leaf=is_of_keys)
-    return cast(Mask, mask)
+    return with_key_masks(whole_mask(inputs, options))
 
 
 def _call_of(inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[int, int], *, by: str) -> ListedCall:

@@ -13,6 +13,7 @@ import pytest
 from jax_kernels import flash_attention, masks, prepare_mask
 from jax_kernels.dispatch import explain, on_device
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.masks.placed_mask import Placed
 from jax_kernels.pallas.attention.triton import block_lists
 from jax_kernels.pallas.attention.triton.common import QueryPrograms, TracedCall
 from jax_kernels.testing import rms_error
@@ -161,6 +162,18 @@ def test_keys_of_dead_blocks_are_not_read(options):
         np.testing.assert_array_equal(x, y)
     for gradient in got[2:]:
         assert not np.asarray(gradient)[:, dead[:, 0, 0]].any()
+
+
+def test_a_piece_keeps_the_keys_of_the_whole_sequence():
+    """A mask of 512 keys, in a call of the second half of the queries and of the keys."""
+    keys = np.isin(np.arange(512) // 64, [1, 5])
+    second = jnp.array([256], jnp.int32)
+    mask = Placed(mask=masks.dense(keys[None]), q_firsts=second, k_firsts=second, lengths=(256, 256))
+    query = jax.ShapeDtypeStruct((1, 256, 2, D), jnp.float32)
+    inputs = AttentionInputs(query=query, key=query, value=query, mask=mask)
+    lists = block_lists.lists_of(inputs, AttentionOptions(scale=1.0), (64, 64), by="query")
+    np.testing.assert_array_equal(lists.counts[0, 0, :, 1], [1] * 4)
+    np.testing.assert_array_equal(lists.indices[0, 0, :, 0], [1] * 4)
 
 
 def test_masks_of_keys_have_one_list_for_all_queries():
