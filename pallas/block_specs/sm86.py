@@ -27,8 +27,8 @@ ATTENTION = (
         forward=Forward(block_q=128, block_kv=64, num_warps=8, num_stages=2),
         backward=Backward(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_warps=8, num_stages=2),
     ),
-    # A value of 128 columns leaves room for blocks of twice the size, 88 KiB in the forward, but not for a tile of a
-    # float32 bias beside them.
+    # A value of 128 columns leaves room for blocks of twice the size, 88 KiB in the forward. A tile of a float32 bias
+    # would not fit as well: calls with a bias or a dense mask keep the forward's blocks of the row for 256.
     Row(
         implementation="triton",
         head_dim=192,

@@ -256,6 +256,7 @@ def _check(
         has_sinks=sinks is not None,
         has_mask=mask is not None,
         mask_size=0 if mask is None else math.prod(mask.shape),
+        mask_rows=0 if mask is None else math.prod(mask.shape[1:3]),
         has_bias=bias is not None,
     )
     arrays = DecodeArrays(

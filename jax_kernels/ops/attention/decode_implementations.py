@@ -28,7 +28,7 @@ class DecodeRequest(Request):
 
     kv_length: the capacity of a sequence, in keys. page_size: the keys of a page; pages: the number of pages of the
     whole cache; both None if the keys of a sequence are contiguous. window: (left, 0), or None. mask_size: the number
-    of elements of the mask's array; 0 without a mask.
+    of elements of the mask's array, and mask_rows its heads times its queries; 0 without a mask.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = (*checks.SIZES, "pages")
@@ -49,6 +49,7 @@ class DecodeRequest(Request):
     has_sinks: bool
     has_mask: bool
     mask_size: int
+    mask_rows: int
     has_bias: bool
 
 
@@ -121,8 +122,10 @@ def _supports_mosaic(request: DecodeRequest) -> str | None:
         return "its wgmma instructions take bfloat16 and float16, not float32"
     if request.head_dim % 64 or request.v_head_dim % 64:
         return "its head_dims are multiples of 64: it would have to copy the cache to pad it"
-    if request.has_mask or request.has_bias:
-        return "it takes no mask and no bias"
+    if request.has_bias:
+        return "it takes no bias"
+    if request.mask_rows > 1:
+        return "it takes a mask with one row for all heads and queries of a sequence"
     if request.kv_length % 8:
         return "its cache has a length that is a multiple of 8: it would have to copy the cache to pad it"
     return unsupported.no_mosaic(request)

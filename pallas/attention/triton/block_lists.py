@@ -17,10 +17,11 @@ from jax.experimental import pallas as pl
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
-from jax_kernels.masks.arrays import KeyMask
+from jax_kernels.masks.arrays import Dense, KeyMask
 from jax_kernels.masks.block_lists import BlockLists, block_lists, block_status, compress, packed_lists
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import key_lengths, whole_mask, without_limits
+from jax_kernels.masks.mask import And, Not, Or
 from jax_kernels.pallas.attention.listed_call import ListedCall, PreparedLists, rounded_up
 from jax_kernels.pallas.attention.mask_predicate import MaskPredicate
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
@@ -182,11 +183,16 @@ def prepared_lists(
 
 def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
     """All limits of a call as one Mask. An array with one row for all queries becomes a KeyMask, without bits."""
-    mask: Any = inputs.mask
-    if not isinstance(mask, Mask) and mask.shape[2] == 1:
-        kept = jnp.broadcast_to(mask[:, :, 0], (*mask.shape[:2], inputs.key.shape[1]))
-        inputs = inputs._replace(mask=KeyMask(kept))
-    return whole_mask(inputs, options)
+
+    def with_key_masks(mask: Mask) -> Mask:
+        if isinstance(mask, Dense) and mask.array.shape[2] == 1:
+            return KeyMask(jnp.broadcast_to(mask.array[:, :, 0], (*mask.array.shape[:2], inputs.key.shape[1])))
+        # Only in compositions of this call's masks: a Placed mask's arrays have the keys of the whole sequence.
+        if isinstance(mask, And | Or):
+            return type(mask)(tuple(map(with_key_masks, mask.masks)))
+        return Not(with_key_masks(mask.mask)) if isinstance(mask, Not) else mask
+
+    return with_key_masks(whole_mask(inputs, options))
 
 
 def _call_of(inputs: AttentionInputs, options: AttentionOptions, blocks: tuple[int, int], *, by: str) -> ListedCall:

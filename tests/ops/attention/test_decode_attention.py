@@ -212,7 +212,7 @@ def test_plans(no_interpret):
         masked = explain(decode_attention, *shapes(), bias=jax.ShapeDtypeStruct((1, 8, 1, 256), jnp.bfloat16))
     assert (masked.implementation, dict(masked.passed_over)) == (
         "triton",
-        {"mosaic_gpu": "it takes no mask and no bias"},
+        {"mosaic_gpu": "it takes no bias"},
     )
     assert "decode_attention: mosaic_gpu" in str(plan("h200"))
     with on_device("h200"):  # causal masks and windows are no arrays, which this kernel does not take

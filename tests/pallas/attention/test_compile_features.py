@@ -35,6 +35,8 @@ CASES = {
     "odd_lengths_ada": ("rtx4090", {}),
     "odd_lengths_ada_256": ("rtx4090", {"head_dim": 256}),
     "odd_lengths_ampere": ("a100", {"head_dim": 256}),
+    "lists_of_keys": ("a100", {"mask": [2, 8, 1, 3999], "is_causal": True, "kv_heads": 2}),
+    "lists_of_keys_bias": ("rtx4090", {"mask": [2, 1, 1, 3999], "bias": [1, 8, 1, 3999]}),
     "lists_blackwell": ("b200", {"longformer": 512, "segment_ids": True}),
     "lists_rtx_blackwell": ("rtx pro 6000", {"longformer": 512, "segment_ids": True}),
     "lists_bias": ("a100", {"longformer": 512, "bias": [1, 8, 4001, 3999]}),

@@ -14,7 +14,7 @@ from jax_kernels.pallas.attention.sm90.decode.state import COMPUTE_REGISTERS, OU
 from jax_kernels.pallas.attention.sm90.features.softcap import softcapped
 from jax_kernels.pallas.attention.sm90.forward.step import Accumulators, TileSums, with_accumulators
 from jax_kernels.pallas.kernel_types import Index, Ref, Slice
-from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
+from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,13 +108,16 @@ class Compute(Warpgroup):
         """Adds one block of keys: S = Q K^T, its softmax P, and O += P V. Returns the next state."""
         traits, scratch, config, w = self.traits, self.scratch, self.traits.config, self.w
         at = w * config.stages + state.slot
-        start = (item.begin + step * config.compute_warpgroups + w) * config.block_kv
+        start = self.first_key(item, step * config.compute_warpgroups + w)
+        kept = self._kept_keys(item, start)
         plgpu.barrier_wait(scratch.k_ready.at[at])
         accs.s_ref[...] = plgpu.layout_cast(jnp.zeros((TILE, config.block_kv), jnp.float32), WGMMA)
         plgpu.wgmma(accs.s_ref, scratch.q_smem.at[w], scratch.k_smem.at[at].transpose((1, 0)))  # S = Q K^T
         s = plgpu.wgmma_accumulator_load(accs.s_ref, wait_n=0)
         plgpu.barrier_arrive(scratch.k_free.at[at])
         s = self._masked_if_partial(softcapped(s, traits.softcap, traits.scale) if traits.softcap else s, rows, start)
+        if kept is not None:
+            s = jnp.where(lax.broadcast_in_dim(kept, s.shape, [1]) != 0, s, -jnp.inf)
         p, row_max, row_sum, alpha = softmax.step(s, state.row_max, state.row_sum, traits.softcap or traits.scale)
         plgpu.barrier_wait(scratch.v_ready.at[at])
         left_over = lambda: self._clear_values(scratch.v_smem.at[at], rows.length - start)
@@ -125,6 +128,18 @@ class Compute(Warpgroup):
         plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
         plgpu.barrier_arrive(scratch.v_free.at[at])
         return LoopState(row_max=row_max, row_sum=row_sum, slot=traits.following(state.slot))
+
+    def _kept_keys(self, item: Item, start: Index) -> jax.Array | None:
+        """The mask of the block of keys from key `start` on: int32 [block_kv], nonzero for kept keys; None without one.
+
+        Loaded before the block has arrived, so that the scores do not wait for it.
+        """
+        mask = self.arrays.mask
+        if mask is None:
+            return None
+        entry = lax.div(item.b, jnp.int32(self.traits.batch // mask.shape[0]))
+        of_block = mask.at[entry, pl.ds(start, self.traits.config.block_kv)]
+        return plgpu.load(of_block, layout=COLUMN, optimized=False)
 
     def _masked_if_partial(self, s: jax.Array, rows: RowLimits, start: Index) -> jax.Array:
         """The scores of the block of keys from key `start` on, with -inf where a row may not attend to a key."""

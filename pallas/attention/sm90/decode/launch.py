@@ -5,6 +5,8 @@ keys they are 4.3 GB, which take 1.0 ms at 4.25 TB/s. The matmuls are 275 GFLOP 
 ms at 900 TFLOP/s. So the depth of the pipeline counts, not the overlap of wgmma and softmax.
 """
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
@@ -39,8 +41,9 @@ def attention_decode(
     of each sequence's pages. sinks: logits that join the softmax's denominator. left: the number of keys before its own
     that a query attends to, -1 for all. scale: positive.
 
-    mask and bias must be None, the arrays have 16-bit dtypes, the head_dims are multiples of 64, and the length of a
-    contiguous cache is a multiple of 8.
+    mask: [n, 1, 1, S], one row for all heads and queries, or None. A block of keys is not read if the mask keeps none
+    of its keys. bias must be None, the arrays have 16-bit dtypes, the head_dims are multiples of 64, and the length of
+    a contiguous cache is a multiple of 8.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, group = key.shape[2], heads // key.shape[2]
@@ -52,6 +55,7 @@ def attention_decode(
     # Up to the rows of one copy, no pass is needed to pad the rows.
     packed = queries if queries <= COPIED_ROWS else copied_rows(queries)
     blocks = decode_contract.most_blocks(capacity, q_length, left, config.block_kv)
+    mask_of = {} if mask is None else _mask_arrays(mask, kv_lengths, q_length, left, config.block_kv)
     arrays = Arrays(
         query=decode_contract.pack(query, kv_heads, packed),
         key=key,
@@ -59,6 +63,7 @@ def attention_decode(
         lengths=kv_lengths,
         tables=block_tables,
         sinks=decode_contract.row_sinks(sinks, kv_heads, q_length, rows),
+        **mask_of,
     )
     traits = Traits(
         config=config,
@@ -82,3 +87,12 @@ def attention_decode(
     if out.shape[2] == 1:
         return decode_contract.unpack(out[:, :, 0], lse[:, :, 0], q_length, heads)
     return merge(out, lse, query, interpret=interpret)
+
+
+def _mask_arrays(
+    mask: Bool[Array, "#B 1 1 S"], kv_lengths: Int32[Array, " B"], q_length: int, left: int, block_kv: int
+) -> dict[str, jax.Array]:
+    """The fields mask, indices and counts of Arrays."""
+    live = decode_contract.live_blocks(mask, kv_lengths, kv_heads=1, q_length=q_length, left=left, block_kv=block_kv)
+    keys = jnp.pad(mask[:, 0, 0].astype(jnp.int32), ((0, 0), (0, -mask.shape[3] % block_kv)))
+    return {"mask": keys, "indices": live.indices[:, 0], "counts": live.counts[:, 0]}

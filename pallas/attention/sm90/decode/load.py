@@ -56,7 +56,7 @@ class Loader(Warpgroup):
         pipeline.
         """
         arrays, scratch, config = self.arrays, self.scratch, self.traits.config
-        copies = self._copies(item, (item.begin + block) * config.block_kv)
+        copies = self._copies(item, self.first_key(item, block))
         for gmem, smem, ready, free in (
             (arrays.key, scratch.k_smem, scratch.k_ready, scratch.k_free),
             (arrays.value, scratch.v_smem, scratch.v_ready, scratch.v_free),

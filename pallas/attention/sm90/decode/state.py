@@ -36,7 +36,9 @@ class Arrays[A: jax.Array | Ref]:
     zeros at the end (decode_contract.pack). key, value: [B, capacity, Hkv, D], or pages [pages, page_size, Hkv, D].
     lengths: [B] int32, the number of keys of each sequence. sinks: [B, Hkv, Traits.rows] float32, the sink logit of
     each row, or None. tables: [B, pages of a sequence] int32, the pages of each sequence, or None for a contiguous
-    cache.
+    cache. mask: [n, keys] int32, nonzero for the keys that all rows keep, padded to whole blocks, or None; each of the
+    n entries serves B / n consecutive sequences. indices, counts: with a mask, [B, blocks] and [B] int32, the blocks of
+    keys that each sequence visits, and their number.
     """
 
     key: A
@@ -45,6 +47,9 @@ class Arrays[A: jax.Array | Ref]:
     sinks: A | None
     tables: A | None
     value: A
+    mask: A | None = None
+    indices: A | None = None
+    counts: A | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,8 +167,8 @@ class Scratch:
 class Item:
     """A CTA's unit of work: a tile of 64 rows of key head `head`, and `count` blocks of keys from block `begin` on.
 
-    b: the sequence. split: index of the split of its keys. tile: index of the tile. length: the number of keys of the
-    sequence.
+    With a mask, these are positions in the sequence's list of blocks. b: the sequence. split: index of the split of its
+    keys. tile: index of the tile. length: the number of keys of the sequence.
     """
 
     b: Index
@@ -191,13 +196,23 @@ class Warpgroup:
         tile, rest = lax.rem(rest, traits.tiles), lax.div(rest, traits.tiles)
         split, b = lax.rem(rest, traits.splits), lax.div(rest, traits.splits)
         length = jnp.clip(self.arrays.lengths[b], 0, traits.capacity)
-        end = lax.div(length + (block_kv - 1), block_kv)
-        windowed = traits.left >= 0
-        first = lax.div(jnp.maximum(length - traits.q_length - traits.left, 0), block_kv) if windowed else 0
+        if self.arrays.counts is None:
+            end = lax.div(length + (block_kv - 1), block_kv)
+            windowed = traits.left >= 0
+            first = lax.div(jnp.maximum(length - traits.q_length - traits.left, 0), block_kv) if windowed else 0
+        else:
+            first, end = 0, self.arrays.counts[b]
         per_split = lax.div(end - first + (traits.splits - 1), traits.splits)
         begin = jnp.minimum(first + split * per_split, end)
         count = jnp.minimum(per_split, end - begin)
         return Item(b=b, split=split, tile=tile, head=head, length=length, begin=begin, count=count)
+
+    def first_key(self, item: Item, block: Index) -> Index:
+        """The index of the first key of block number `block` of an item. block: below item.count."""
+        number = item.begin + block
+        if self.arrays.indices is not None:
+            number = self.arrays.indices[item.b, number]
+        return number * self.traits.config.block_kv
 
     def for_each_item(self, run: Callable[[Any, Any], Any], state: Any) -> None:
         """Calls run(index, state) -> next state for the CTA's items, in order. state: for the first item."""

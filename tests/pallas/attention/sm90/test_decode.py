@@ -29,6 +29,18 @@ def test_interpreted(group):
     cases_interpreter.check("jax_kernels.testing.decode_attention", *INTERPRETED[group])
 
 
+MASKED = {
+    "one_core": (1, True, ["one query: strided", "pages: keys", "one query: none"]),
+    "splits": (3, False, ["grouped: keys", "two tiles: shared", "long pages: shared", "window: keys"]),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("group", MASKED)
+def test_dead_blocks_are_not_read(group):
+    cases_interpreter.check("tests.support.cases.decode_masks", *MASKED[group])
+
+
 EVERYTHING = {"window": 1000, "softcap": 30.0, "sinks": True, "q_length": 4}
 PAGES = {"page_size": 16}
 COMPILED = {
@@ -38,6 +50,9 @@ COMPILED = {
     "h200_192_pages": ("h200", {"head_dim": 192} | PAGES),
     "h200_256": ("h200", {"head_dim": 256} | EVERYTHING | PAGES),
     "a100_128_pages": ("a100", {"head_dim": 128, "implementation": "triton"} | EVERYTHING | PAGES),
+    "h200_128_mask": ("h200", {"head_dim": 128, "mask": (2, 1, 1)} | PAGES),
+    "h200_64_mask": ("h200", {"head_dim": 64, "mask": (1, 1, 1)} | EVERYTHING),
+    "h200_256_mask": ("h200", {"head_dim": 256, "mask": (2, 1, 1)} | EVERYTHING | PAGES),
     "a100_128_mask": ("a100", {"head_dim": 128, "implementation": "triton", "mask": (2, 1, 1)} | PAGES),
     "a6000_128_mask": ("a6000", {"head_dim": 128, "implementation": "triton", "mask": (2, 32, 4), "q_length": 4}),
     "a6000_64": ("a6000", {"head_dim": 64, "implementation": "triton"}),
@@ -74,7 +89,10 @@ def _compile(gpu: str, options: dict) -> list[str]:
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize(
     "case",
-    tiers.cases(COMPILED, {"h200_128", "h200_64_20_rows", "h200_256", "a100_128_pages", "a100_128_mask", "a6000_64"}),
+    tiers.cases(
+        COMPILED,
+        {"h200_128", "h200_128_mask", "h200_64_20_rows", "h200_256", "a100_128_pages", "a100_128_mask", "a6000_64"},
+    ),
 )
 def test_compiles(case):
     gpu, options = COMPILED[case]

@@ -13,6 +13,7 @@ import pytest
 from jax_kernels import flash_attention, masks, prepare_mask
 from jax_kernels.dispatch import explain, on_device
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.masks.placed_mask import Placed
 from jax_kernels.pallas.attention.triton import block_lists
 from jax_kernels.pallas.attention.triton.common import QueryPrograms, TracedCall
 from jax_kernels.testing import rms_error
@@ -37,6 +38,8 @@ ARITHMETIC = {
     "global": masks.global_tokens(COUNTS) | masks.sliding_window(10, 10),
 }
 KEYS = {
+    "padded prefixes": masks.dense(RANDOM.random((B, 1, 1, S)) < 0.7) & (CAUSAL | masks.prefix(COUNTS)),
+    "not these keys": ~masks.dense(np.arange(S)[None] % 64 < 40) | masks.sliding_window(3, 3),
     "keys": jnp.asarray(RANDOM.random((B, 1, 1, S)) < 0.7),
     "keys of heads": jnp.asarray(
         (RANDOM.random((B, H, 1, S)) < 0.5) & (RANDOM.random((B, H, 1, S // 33 + 1)) < 0.5).repeat(33, 3)[..., :S]
@@ -90,7 +93,7 @@ def check(mask: Any, **options: Any) -> None:
 
 # Each mask with one of the options, in turn.
 MASKS = ARITHMETIC | KEYS | BITS
-QUICK = list(zip(MASKS, itertools.cycle(OPTIONS), strict=False))
+QUICK = list(zip([*ARITHMETIC, "keys of heads", *BITS], itertools.cycle(OPTIONS), strict=False))
 
 
 @pytest.mark.parametrize(("name", "options"), tiers.some_pairs(MASKS, OPTIONS, QUICK))
@@ -99,7 +102,7 @@ def test_matches_plain_attention(name, options):
 
 
 @pytest.mark.parametrize("bias", tiers.cases([(B, H, T, S), (1, H, 1, S), (1, 1, T, S)], {str((1, H, 1, S))}))
-@pytest.mark.parametrize("name", ["documents", "heads", "keys of heads"])
+@pytest.mark.parametrize("name", tiers.cases(["documents", "heads", "keys of heads"], {"documents", "heads"}))
 def test_gradient_of_a_bias(name, bias):
     mask = MASKS[name]
 
@@ -111,7 +114,7 @@ def test_gradient_of_a_bias(name, bias):
     assert rms_error(gradient("triton"), gradient("xla")) < 5e-6
 
 
-@pytest.mark.parametrize("name", ["longformer", "keys of heads"])
+@pytest.mark.parametrize("name", tiers.cases(["longformer", "keys of heads"], {"longformer"}))
 def test_score_mod(name):
     """A score_mod's arrays get gradients, also under a mask."""
     slopes = jnp.linspace(0.1, 1, H)
@@ -159,6 +162,18 @@ def test_keys_of_dead_blocks_are_not_read(options):
         np.testing.assert_array_equal(x, y)
     for gradient in got[2:]:
         assert not np.asarray(gradient)[:, dead[:, 0, 0]].any()
+
+
+def test_a_piece_keeps_the_keys_of_the_whole_sequence():
+    """A mask of 512 keys, in a call of the second half of the queries and of the keys."""
+    keys = np.isin(np.arange(512) // 64, [1, 5])
+    second = jnp.array([256], jnp.int32)
+    mask = Placed(mask=masks.dense(keys[None]), q_firsts=second, k_firsts=second, lengths=(256, 256))
+    query = jax.ShapeDtypeStruct((1, 256, 2, D), jnp.float32)
+    inputs = AttentionInputs(query=query, key=query, value=query, mask=mask)
+    lists = block_lists.lists_of(inputs, AttentionOptions(scale=1.0), (64, 64), by="query")
+    np.testing.assert_array_equal(lists.counts[0, 0, :, 1], [1] * 4)
+    np.testing.assert_array_equal(lists.indices[0, 0, :, 0], [1] * 4)
 
 
 def test_masks_of_keys_have_one_list_for_all_queries():
@@ -217,7 +232,7 @@ def test_masks_of_positions_need_no_bits():
     assert size <= 64 << 20
 
 
-@pytest.mark.parametrize("name", ["documents", "heads", "keys"])
+@pytest.mark.parametrize("name", tiers.cases(["documents", "heads", "keys"], {"documents", "heads"}))
 def test_prepared_lists(name):
     mask = MASKS[name] if isinstance(MASKS[name], masks.Mask) else masks.dense(MASKS[name])
     arrays = normal(B, T, H, D, seed=0), normal(B, S, KV_HEADS, D, seed=1)
