@@ -1,4 +1,4 @@
-"""Draws the README's picture from checked-in results: speed, block-sparse masks, and several GPUs, beside peers.
+"""Draws the README's picture from checked-in results: speed, block-sparse masks, and several GPUs, with peers.
 
     PYTHONPATH=. python benchmarks/picture.py
 

@@ -356,7 +356,7 @@ TRITON_64 = measured(
         is_causal=True,
     ),
 )
-# Two blocks of queries share a multiprocessor: while one fills its pipeline, the other computes. Of 7 live blocks of
+# Two blocks of queries share a multiprocessor: while one fills its pipeline, the other computes. With 7 live blocks of
 # 128 keys, the forward takes 0.85 of the time with 128 x 128 scores, the backward 0.88.
 LISTS_TRITON = Row(
     implementation="triton",

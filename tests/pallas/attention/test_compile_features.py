@@ -28,7 +28,7 @@ CASES = {
     "lists": ("a6000", {"longformer": 512, "kv_heads": 2}),
     "lists_segments": ("a100", {"longformer": 512, "segment_ids": True, "kv_lengths": True, "is_causal": True}),
     "lists_of_an_array": ("rtx4090", {"mask": [1, 8, 4001, 3999], "is_causal": True}),
-    # The only partial block is the last one: its loop must not be unrolled into the other loop, whose tiles fill memory.
+    # The last block alone is partial. Its loop must not be unrolled into the other loop, whose tiles fill memory.
     "odd_lengths_64": ("h200", {"head_dim": 64}),
     "odd_lengths_128": ("h200", {}),
     "odd_lengths_256": ("h200", {"head_dim": 256}),
