@@ -160,7 +160,9 @@ def _norm_triton(blocks: NormTriton | NormBackwardTriton, columns: int) -> list[
     least, most = _NORM_VALUES
     found: list[Any] = []
     for warps in _NORM_WARPS:
-        rows = [rows for rows in (1, 2, 4, 8, 16) if least <= rows * chunk / (32 * warps) <= most]
+        # A thread of 16 warps has 128 registers, and the backward holds several values of each element.
+        limit = most // 2 if warps == 16 and isinstance(blocks, NormBackwardTriton) else most
+        rows = [rows for rows in (1, 2, 4, 8, 16) if least <= rows * chunk / (32 * warps) <= limit]
         # The smallest and the largest: the sizes between them take times between theirs.
         for block_rows in dict.fromkeys([*rows[:1], *rows[-1:]]):
             found.append(dataclasses.replace(blocks, block_rows=block_rows, chunk=chunk, num_warps=warps))
