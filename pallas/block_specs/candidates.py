@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90, MatmulTriton
+from jax_kernels.pallas.block_specs.normalization_specs import NormBackwardTriton, NormSm90, NormTriton
 from jax_kernels.pallas.block_specs.specs import (
     AttentionBackwardSm90,
     AttentionBackwardTriton,
@@ -25,6 +26,7 @@ __all__ = [
     "backward_sm90_bytes",
     "forward_sm90_bytes",
     "matmul_candidates",
+    "norm_candidates",
 ]
 
 
@@ -92,6 +94,20 @@ _MATMUL_TRITON = (
 )
 _ROW_GROUPS = (4, 8, 16)
 
+# Norms in Triton: num_warps, and for the backward the number of programs of an SM. On Hopper: fields of NormSm90.
+_NORM_WARPS = (1, 2, 4, 8, 16)
+_NORM_PROGRAMS = (1, 2, 4, 8)
+_NORM_SM90: dict[str, tuple[dict[str, Any], ...]] = {
+    "forward": (
+        *({"turns": turns, "claims": False} for turns in (1, 2, 3, 4)),
+        {"turns": 0, "claims": True},
+    ),
+    # A CTA sums the gradients of the weights: it takes blocks until none is left.
+    "backward": ({"turns": 0, "claims": False}, {"turns": 0, "claims": True}),
+}
+# Values of a row that a thread holds, in Triton's norms: fewer leave the warps without work, more spill.
+_NORM_VALUES = (4, 32)
+
 # Registers of a thread that a Triton program may hold in accumulators and scores; the others hold operands and indices.
 _TRITON_REGISTERS = 200
 _SM90_RESERVED = 32  # registers of a thread, of Hopper's forward, that hold no scores or sums
@@ -123,6 +139,36 @@ def matmul_candidates(blocks: Any, call: TiledCall) -> tuple[Any, ...]:
     else:
         found = []
     return tuple(x for x in dict.fromkeys(found) if x != blocks)
+
+
+def norm_candidates(blocks: Any, columns: int, direction: str) -> tuple[Any, ...]:
+    """The blocks to time for a norm. blocks: of its block spec, which is left out. columns: of x.
+
+    direction: "forward" or "backward".
+    """
+    found: list[Any] = []
+    if isinstance(blocks, NormSm90) and blocks.cluster == 1:
+        found = [dataclasses.replace(blocks, **fields) for fields in _NORM_SM90[direction]]
+        found += [dataclasses.replace(blocks, stages=stages) for stages in (2, 4) if stages > 2 or not blocks.claims]
+    elif isinstance(blocks, NormTriton | NormBackwardTriton):
+        found = _norm_triton(blocks, columns)
+    return tuple(x for x in dict.fromkeys(found) if x != blocks)
+
+
+def _norm_triton(blocks: NormTriton | NormBackwardTriton, columns: int) -> list[Any]:
+    chunk = min(blocks.chunk, 1 << (columns - 1).bit_length())
+    least, most = _NORM_VALUES
+    found: list[Any] = []
+    for warps in _NORM_WARPS:
+        # A thread of 16 warps has 128 registers, and the backward holds several values of each element.
+        limit = most // 2 if warps == 16 and isinstance(blocks, NormBackwardTriton) else most
+        rows = [rows for rows in (1, 2, 4, 8, 16) if least <= rows * chunk / (32 * warps) <= limit]
+        # The smallest and the largest: the sizes between them take times between theirs.
+        for block_rows in dict.fromkeys([*rows[:1], *rows[-1:]]):
+            found.append(dataclasses.replace(blocks, block_rows=block_rows, chunk=chunk, num_warps=warps))
+    if isinstance(blocks, NormBackwardTriton):
+        found += [dataclasses.replace(blocks, programs=programs) for programs in _NORM_PROGRAMS]
+    return found
 
 
 def _width(head_dim: int) -> int:

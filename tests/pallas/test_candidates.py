@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_kernels import dispatch
+from jax_kernels.device import device_info
 from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.decode_attention import _check as decode_check
@@ -14,6 +15,8 @@ from jax_kernels.ops.attention.decode_implementations import IMPLEMENTATIONS as 
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul import checks as matmul_checks
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMULS
+from jax_kernels.ops.normalization.implementations import IMPLEMENTATIONS as NORMS
+from jax_kernels.ops.normalization.implementations import NormRequest
 from jax_kernels.pallas.block_specs.candidates import backward_sm90_bytes, forward_sm90_bytes
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
@@ -71,6 +74,22 @@ def test_decoding(device, name, head_dim):
     assert 0 < len(set(found)) == len(found) <= MOST
     assert {type(x) for x in found} == {type(config.forward)}
     assert config.forward not in found
+
+
+@pytest.mark.parametrize("columns", [64, 1024, 4096, 8192, 16384, 65536])
+@pytest.mark.parametrize(("device", "name"), [("h200", "mosaic_gpu"), ("h200", "triton"), ("a100", "triton")])
+def test_norms(device, name, columns):
+    request = NormRequest("rms_norm", device_info(device), 4096, columns, "bfloat16")
+    if NORMS[name].supports(request) is not None:
+        columns = 512
+        request = dataclasses.replace(request, columns=columns)
+    (config, _), found = NORMS[name].config(request), NORMS[name].candidates(request)
+    for side in ("forward", "backward"):
+        standing, candidates = getattr(config, side), found[side]
+        is_varied = getattr(standing, "cluster", 1) == 1
+        assert bool(candidates) == is_varied
+        assert {type(x) for x in candidates} <= {type(standing)}
+        assert len({standing, *candidates}) == 1 + len(candidates) <= MOST
 
 
 def test_the_smaller_shared_memory_has_fewer_candidates():

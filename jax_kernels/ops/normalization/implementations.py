@@ -14,6 +14,7 @@ from jax_kernels.ops import unsupported
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel, no_calls, with_batch
 from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.candidates import norm_candidates
 from jax_kernels.pallas.block_specs.normalization_specs import NormBackwardTriton
 from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90
 from jax_kernels.pallas.normalization.sm90 import forward as forward_sm90
@@ -101,6 +102,11 @@ def _mosaic_backward(*arrays: Any, config: Any, **statics: Any) -> NormGradients
 def _config(implementation: str, request: NormRequest) -> tuple[Blocks, str]:
     row, source = block_specs.norm_row(request.device.compute_capability, implementation, columns=request.columns)
     return Blocks(forward=row.forward, backward=row.backward, core_count=request.device.core_count), source
+
+
+def _candidates(implementation: str, request: NormRequest) -> dict[str, tuple[Any, ...]]:
+    blocks, _ = _config(implementation, request)
+    return {side: norm_candidates(getattr(blocks, side), request.columns, side) for side in ("forward", "backward")}
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,6 +229,7 @@ IMPLEMENTATIONS = {
         functools.partial(_config, "triton"),
         _shared(kernel(forward_triton.norm_forward, "forward", once=True), _by_joined_rows, has_vmap=True),
         _shared(kernel(backward_triton.norm_backward, "backward", once=True), _one_by_one, has_vmap=True),
+        functools.partial(_candidates, "triton"),
     ),
     "mosaic_gpu": Implementation(
         "mosaic_gpu",
@@ -230,6 +237,7 @@ IMPLEMENTATIONS = {
         functools.partial(_config, "mosaic_gpu"),
         _shared(kernel(forward_sm90.norm_forward, "forward", once=True), _by_joined_rows),
         _shared(kernel(_mosaic_backward, "backward", once=True), _one_by_one),
+        functools.partial(_candidates, "mosaic_gpu"),
     ),
     "xla": Implementation("xla", lambda request: None, without_blocks, _xla_forward, _xla_backward),
 }
