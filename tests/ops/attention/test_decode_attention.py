@@ -16,7 +16,7 @@ from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.triton.decode import merge
 from jax_kernels.testing import rms_error
 from jax_kernels.testing.decode_attention import CASES, LONG, DecodeCase, arrays_of, definition, errors, run
-from tests.support.cases import tiers
+from tests.support.cases import decode_masks, tiers
 
 pytestmark = pytest.mark.timeout(120)
 ON_XLA = DecodeCase("float32", dtype="float32", q_length=3, window=30, softcap=4.0, sinks=True, kv_lengths=(190, 2))
@@ -77,6 +77,18 @@ def test_on_gpu_the_same_bits(implementation, no_interpret):
     results = [run(LONG["long"], arrays, implementation) for _ in range(2)]
     for once, twice in zip(*results, strict=True):
         np.testing.assert_array_equal(once, twice)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("name", decode_masks.CASES)
+def test_dead_blocks_are_not_read_on_gpu(name, implementation, no_interpret):
+    try:
+        found = decode_masks.errors_by(decode_masks.CASES[name], implementation)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    for result, (error, bound) in found.items():
+        assert error <= bound, (result, error, bound)
 
 
 def test_matches_bottom_right_flash_attention(no_interpret):
