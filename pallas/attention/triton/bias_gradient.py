@@ -4,6 +4,7 @@ A program owns a tile of the bias and loops over the bias's broadcast axes, so t
 gradient. If the bias is small, few programs run. Under a mask, dead blocks are skipped.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from jax_kernels.pallas.attention.triton.arrays import (
     load_tile,
     whole_array,
 )
-from jax_kernels.pallas.attention.triton.block_lists import kept_bits
+from jax_kernels.pallas.attention.triton.block_lists import first_indices, kept_bits
 from jax_kernels.pallas.attention.triton.common import Queries, Refs, TracedCall, block_loop, limiting_arrays, run
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
@@ -100,13 +101,12 @@ def is_kept(refs: Refs, call: TracedCall, tile: Tile) -> jax.Array:
     """Which pairs of a tile the mask keeps, inside a kernel whose Refs have Pairs: bool, broadcastable to [block_q,
     block_kv].
     """
-    of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, tile[:2], strict=False))
     q_start, kv_start = tile.q_index * call.block_q, tile.kv_index * call.block_kv
     if refs.mask is not None:
         masks = row_mask(q_start, call.block_q, call.q_length), row_mask(kv_start, call.block_kv, call.columns)
         places = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
-        return load_tile(refs.mask, *places, masks, *of_head(refs.mask))
-    entry = needed(refs.entries)[(*of_head(refs.entries), tile.q_index, tile.kv_index)]
+        return load_tile(refs.mask, *places, masks, *first_indices(refs.mask, tile.b, tile.h))
+    entry = needed(refs.entries)[(*first_indices(needed(refs.entries), tile.b, tile.h), tile.q_index, tile.kv_index)]
     is_kept = kept_bits(needed(refs.words), jnp.maximum(entry, 0), call.block_kv)
     return (entry == WHOLE) | ((entry != DEAD) & is_kept)
 
@@ -201,13 +201,16 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
     own_batch, own_head = lax.div(own, jnp.int32(bias_shape[1])), lax.rem(own, jnp.int32(bias_shape[1]))
 
     def one_query_block(q_index, acc, *, b, h):
+        if refs.entries is None or bias_shape[3] == 1:
+            return live_query_block(q_index, acc, b=b, h=h)
+        entry = refs.entries[(*first_indices(refs.entries, b, h), q_index, own_kv)]
+        live = functools.partial(live_query_block, q_index, b=b, h=h)
+        return lax.cond(entry == DEAD, lambda acc: acc, live, acc)
+
+    def live_query_block(q_index, acc, *, b, h):
         q_start = q_index * block_q
         limits = call.limits(refs, b)
-        of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, (b, h), strict=False))
-        entry = lambda block: needed(refs.entries)[(*of_head(refs.entries), q_index, block)]
         first, end = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
-        if refs.entries is not None and bias_shape[3] > 1:
-            end = jnp.where(entry(own_kv) == DEAD, own_kv, end)
         among = block_ranges.Among(first, end)
         q_ids = None
         if refs.q_ids is not None:
