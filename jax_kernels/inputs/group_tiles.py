@@ -44,7 +44,7 @@ def group_offsets(group_sizes: jax.Array, rows: int) -> jax.Array:
 
 def group_of_rows(offsets: jax.Array, rows: int) -> jax.Array:
     """int32 [rows]: the group of each row; G for rows past the last group. offsets: from group_offsets."""
-    return (lax.iota(jnp.int32, rows)[:, None] >= offsets[1:]).sum(axis=1, dtype=jnp.int32)
+    return (lax.iota(jnp.int32, rows)[:, None] >= offsets[None, 1:]).sum(axis=1, dtype=jnp.int32)
 
 
 def group_tiles(offsets: jax.Array, rows: int, block: int) -> GroupTiles:
@@ -54,7 +54,7 @@ def group_tiles(offsets: jax.Array, rows: int, block: int) -> GroupTiles:
     ends = jnp.concatenate([offsets[1:], jnp.full_like(offsets, rows, shape=1)])
     last_tiles = jnp.cumsum(-(-(ends - starts) // block), dtype=jnp.int32)
     tile = lax.iota(jnp.int32, tile_count(rows, groups, block))
-    part = (tile[:, None] >= last_tiles).sum(axis=1, dtype=jnp.int32)
+    part = (tile[:, None] >= last_tiles[None]).sum(axis=1, dtype=jnp.int32)
     group = jnp.minimum(part, groups)
     tiles_before = jnp.concatenate([jnp.zeros_like(last_tiles, shape=1), last_tiles[:-1]])
     first = jnp.minimum(starts[group] + (tile - tiles_before[group]) * block, rows)

@@ -32,12 +32,12 @@ def grouped_matmul(inputs: GroupedInputs, options: GroupedOptions) -> GroupedRes
     def of_tile(tile: GroupTiles) -> list[jax.Array]:
         group = jnp.minimum(tile.group, groups - 1)
         z = _dot(_rows(inputs.x, tile, block), inputs.w[group], (1, 1 if options.transpose_w else 0), options)
-        z = z if inputs.bias is None else z + inputs.bias[group].astype(jnp.float32)
+        z = z if inputs.bias is None else z + inputs.bias[group][None].astype(jnp.float32)
         out = z if options.activation is None else options.activation(z)
         return [y.astype(options.out_dtype) for y in ((out, z) if options.saves_preactivation else (out,))]
 
     group = group_of_rows(offsets, rows)
-    tile = (lax.iota(jnp.int32, rows)[:, None] >= tiles.end).sum(axis=1, dtype=jnp.int32)
+    tile = (lax.iota(jnp.int32, rows)[:, None] >= tiles.end[None]).sum(axis=1, dtype=jnp.int32)
     source = tile * block + lax.iota(jnp.int32, rows) - tiles.first[tile]
     exists = (group < groups)[:, None]
     of_tiles = [y.reshape(y.shape[0] * block, columns) for y in lax.map(of_tile, tiles)]
@@ -73,11 +73,11 @@ def sum_of_rows(dz: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return jnp.zeros((groups, dz.shape[1]), jnp.float32)
     block = _block(rows, groups)
     tiles = group_tiles(group_offsets(group_sizes, rows), rows, block)
-    row = tiles.first[:, None] + lax.iota(jnp.int32, block)
+    row = tiles.first[:, None] + lax.iota(jnp.int32, block)[None]
     exists = (row < tiles.end[:, None])[..., None]
     of_tiles = jnp.where(exists, dz.at[row].get(mode="clip").astype(jnp.float32), 0).sum(axis=1)
-    is_in_group = (tiles.group == lax.iota(jnp.int32, groups)[:, None])[..., None]
-    return jnp.where(is_in_group, of_tiles, 0).sum(axis=1)
+    is_in_group = (tiles.group[None] == lax.iota(jnp.int32, groups)[:, None])[..., None]
+    return jnp.where(is_in_group, of_tiles[None], 0).sum(axis=1)
 
 
 def _block(rows: Any, groups: Any) -> int:

@@ -10,6 +10,7 @@ from jax_kernels.pallas.block_specs.specs import TimedGpu, positive
 class GroupedSm90:
     """Blocks of the Hopper grouped matmul: 128 rows of one group, 64 for each of two warpgroups, and block_n columns.
 
+    In the gradient of w, a block has 128 rows and block_n columns of one group's gradient, and steps of 64 rows of x.
     stages: the number of stages of the pipeline in shared memory, each with 64 values of the inner dimension. The
     kernel uses fewer stages if shared memory lacks room. row_group: the number of row tiles that run at the same time.
     The L2 cache holds their x.
@@ -59,7 +60,7 @@ class GroupedRow:
     """The blocks of a grouped matmul. The first row of a table that matches all facts of a call is used.
 
     implementation: the implementation's name. forward: the blocks of the matmul and of the gradient of x, a
-    MatmulTriton or a GroupedSm90. weight_gradient: the blocks of the gradient of w, a MatmulTriton: the matmul of x's
+    MatmulTriton or a GroupedSm90. weight_gradient: the blocks of the gradient of w, likewise: of the matmul of x's
     transpose [K, rows of a group] and the cotangent [rows of a group, N]. mean_rows: the largest mean number of rows of
     a group; None matches any. bits: of x's dtype. is_aligned: the call's value in GroupedCall; None matches any.
     measured_on: the GPU on which a call with these blocks was timed; None if on none.

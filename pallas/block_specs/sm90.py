@@ -157,12 +157,12 @@ FEW_GROUPED, _, *OTHER_GROUPED = SM80.grouped
 # Not measured. As in MATMUL_TRITON, wgmma leaves registers for twice sm_80's block_k.
 WIDE_GROUPED = MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 GROUPED = (
-    # The blocks of the matmul. Triton computes the gradient of w.
+    # The blocks of the matmul.
     GroupedRow(
         implementation="mosaic_gpu",
         bits=16,
         forward=GroupedSm90(block_n=256, stages=4, row_group=8),
-        weight_gradient=WIDE_GROUPED,
+        weight_gradient=GroupedSm90(block_n=256, stages=4, row_group=8),
     ),
     FEW_GROUPED,
     GroupedRow(

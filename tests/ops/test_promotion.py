@@ -14,6 +14,7 @@ from jax_kernels import (
     dynamic_mask_attention,
     flash_attention,
     flash_attention_fp8,
+    grouped_matmul,
     masks,
     prepare_mask,
 )
@@ -71,6 +72,18 @@ def test_gradients(name):
 def test_gradients_by_kernels(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     assert "pallas_call" in str(jax.make_jaxpr(gradients(name, "triton"))(QUERY, KEY, KEY))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_grouped_matmul(implementation, monkeypatch):
+    """With a vmap, whose rule traces the schedule anew."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    w, bias, sizes = jnp.ones((3, D, 8), jnp.bfloat16), jnp.ones((3, 8)), jnp.asarray([5, 0, 9], jnp.int32)
+    options = {"activation": "silu", "implementation": implementation}
+    call = lambda x, w, bias: grouped_matmul(x, w, sizes, bias=bias, **options)
+    gradient = jax.vmap(jax.grad(functools.partial(loss, call), (0, 1, 2)), (0, None, None))
+    program = jax.make_jaxpr(gradient)(QUERY[:, :, 0], w, bias)
+    assert ("pallas_call" in str(program)) == (implementation == "triton")
 
 
 def test_calls_without_gradients():

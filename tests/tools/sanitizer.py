@@ -158,7 +158,7 @@ def _grouped(implementation: str) -> Call:
         sizes = jnp.asarray([70, 0, 13, 200], jnp.int32)
         return jk.grouped_matmul(x, w, sizes, bias=bias, activation="silu", implementation=implementation)
 
-    return Call(function=multiply, shapes=(_shape(305, 128), _shape(4, 128, 320), _shape(4, 320)))
+    return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, 320), _shape(4, 320)))
 
 
 def _gated(implementation: str, **options: Any) -> Call:

@@ -13,8 +13,9 @@ from jax_kernels.ops import unsupported
 from jax_kernels.ops.activations import not_for_mosaic, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedCall
+from jax_kernels.pallas.block_specs.grouped_specs import GroupedCall, GroupedSm90
 from jax_kernels.pallas.grouped.sm90.matmul import grouped_matmul as sm90_matmul
+from jax_kernels.pallas.grouped.sm90.weight_gradient import weight_gradient as sm90_weight_gradient
 from jax_kernels.pallas.grouped.triton.matmul import grouped_matmul as triton_matmul
 from jax_kernels.pallas.grouped.triton.weight_gradient import weight_gradient as triton_weight_gradient
 from jax_kernels.pallas.triton import backend
@@ -85,7 +86,10 @@ def _supports_triton(request: GroupedRequest) -> str | None:
 
 
 def _config(request: GroupedRequest, implementation: str) -> tuple[Blocks, str]:
-    """(Blocks, the source of their block spec row) for a request. Their `backward` is for the gradient of w."""
+    """(Blocks, the source of their block spec row) for a request. Their `backward` is for the gradient of w.
+
+    On Hopper the gradient of w is Triton's if the number of rows is not a multiple of 8.
+    """
     itemsize = jnp.dtype(request.dtype).itemsize
     call = GroupedCall(
         rows=request.m,
@@ -93,8 +97,12 @@ def _config(request: GroupedRequest, implementation: str) -> tuple[Blocks, str]:
         bits=8 * itemsize,
         is_aligned=all(columns * itemsize % 16 == 0 for columns in (request.n, request.k)),
     )
-    row, source = block_specs.grouped_row(request.device.compute_capability, implementation, call)
-    return Blocks(forward=row.forward, backward=row.weight_gradient, core_count=request.device.core_count), source
+    capability = request.device.compute_capability
+    row, source = block_specs.grouped_row(capability, implementation, call)
+    backward = row.weight_gradient
+    if isinstance(backward, GroupedSm90) and request.m % 8:
+        backward = block_specs.grouped_row(capability, "triton", call)[0].weight_gradient
+    return Blocks(forward=row.forward, backward=backward, core_count=request.device.core_count), source
 
 
 def _xla(inputs, options, *, config, interpret):
@@ -105,11 +113,21 @@ def _xla_weight_gradient(inputs, options, *, config, interpret):
     return reference.weight_gradient(inputs, options)
 
 
-def _mosaic_weight_gradient(inputs, options, **launch):
-    """The gradient of w on Hopper: by Triton, or in plain JAX if this JAX has no Pallas-Triton."""
-    if not backend.AVAILABLE:
+def _mosaic_weight_gradient(inputs, options, *, config, **launch):
+    """The gradient of w on Hopper, by the kernel of this type of blocks.
+
+    In plain JAX for a device's shard of other sizes than the Hopper kernel's, and in place of Triton if this JAX has no
+    Pallas-Triton.
+    """
+    run: Any
+    if isinstance(config, GroupedSm90):
+        serves = inputs.x.shape[1] % 64 == inputs.dz.shape[1] % 64 == 0
+        run = sm90_weight_gradient if serves else None
+    else:
+        run = triton_weight_gradient if backend.AVAILABLE else None
+    if run is None:
         return reference.weight_gradient(inputs, options)
-    return triton_weight_gradient(inputs, options, **launch)
+    return run(inputs, options, config=config, **launch)
 
 
 IMPLEMENTATIONS = {

@@ -34,7 +34,7 @@ KERNELS = {
     "matmul": ["matmul_sm90"],
     "matmul backward": ["matmul_sm90", "matmul_sm90"],
     "grouped_matmul": ["grouped_matmul_sm90"],
-    "grouped_matmul backward": ["grouped_matmul_sm90", "grouped_matmul_sm90", "grouped_weight_gradient_triton"],
+    "grouped_matmul backward": ["grouped_matmul_sm90", "grouped_matmul_sm90", "grouped_weight_gradient_sm90"],
     "int4": ["matmul_low_bit_sm90", "matmul_join_triton"],
     "mxfp8": ["matmul_low_bit_sm90", "matmul_join_triton"],
     "mxfp4 gated": ["matmul_low_bit_sm90", "matmul_join_triton"],

@@ -1,6 +1,6 @@
 """The Hopper grouped matmul in the Mosaic interpreter, with races; its schedule; and its block specs, compiled.
 
-As a script it compiles one call, forward and gradient of x:
+As a script it compiles one call, forward and backward:
 `python tests/pallas/grouped/sm90/test_sm90_grouped_matmul.py '{"activation": "silu", ...}'`.
 """
 
@@ -123,12 +123,17 @@ COMPILED = {
 
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
-@pytest.mark.parametrize("name", tiers.cases(COMPILED, ["odd_rows"]))
+@pytest.mark.parametrize("name", tiers.cases(COMPILED, ["plain"]))
 def test_compiled(name):
-    """Forward and backward: no launch spills or zeroes accumulators. Triton computes the gradient of w."""
+    """Forward and backward: no launch spills or zeroes accumulators.
+
+    Triton computes the gradient of w if the number of rows is not a multiple of 8.
+    """
     printed, mosaic, _ = compile_case.compile_script(__file__, json.dumps(COMPILED[name]))
-    assert json.loads(printed) == ["grouped_weight_gradient_triton"]
-    assert list(mosaic) == ["grouped_matmul_sm90_mosaic_gpu_kernel"]
+    is_odd = name == "odd_rows"
+    assert json.loads(printed) == ["grouped_weight_gradient_triton"] * is_odd
+    kernels = ["grouped_matmul_sm90", "grouped_weight_gradient_sm90"][: 1 if is_odd else 2]
+    assert sorted(mosaic) == [f"{kernel}_mosaic_gpu_kernel" for kernel in kernels]
     for figures in mosaic.values():
         assert figures["spill_stores"] == 0
         assert figures["registers"] <= 168

@@ -22,7 +22,7 @@ from tests.tools.compile_budget import GPUS
 BLOCKS = MatmulTriton(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=2, row_group=3)
 
 
-@pytest.mark.parametrize("name", ids.named(cases.TRITON))
+@pytest.mark.parametrize("name", tiers.cases(cases.TRITON, ["past", "primes", "one_short", "skewed", "tf32_epilogue"]))
 def test_against_float64(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for result, (error, bound) in cases.errors_by(cases.TRITON[name], "triton").items():
