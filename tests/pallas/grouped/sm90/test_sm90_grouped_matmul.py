@@ -104,11 +104,10 @@ def test_limits(name):
 
 def test_plan():
     with on_device("H200"):
-        plan = explain(grouped_matmul, **_types())
-    assert plan.implementation == "mosaic_gpu"
+        assert explain(grouped_matmul, **_types()).implementation == "triton"
+        plan = explain(grouped_matmul, **_types(), implementation="mosaic_gpu")
     assert isinstance(plan.config.forward, GroupedSm90)
     assert "not measured" in plan.source
-    assert "not measured" in plan.why
     with pytest.raises(ValueError, match=r"GroupedSm90\.block_n=320 must be at most 256"):
         GroupedSm90(block_n=320, stages=3, row_group=8)
 
