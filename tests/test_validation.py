@@ -96,3 +96,8 @@ def test_wrong_arguments():
         validate(lambda x, w: (square(x, w),), square, (X, W))
     with pytest.raises(ValueError, match=r"candidate: got output of shape \(32, 16\), want \(64, 16\)"):
         validate(lambda x, w: square(x, w)[:32], square, (X, W), gradients=False)
+
+
+def test_inputs_are_a_sequence():
+    with pytest.raises(TypeError, match=r"^inputs: got dict, want a list or tuple of arrays, or the name of a size"):
+        validate(jnp.sin, jnp.sin, {"x": jnp.ones(3)})

@@ -48,6 +48,10 @@ def validate(
         drawn = (torch.randn(sized_shape(inputs), generator=generator) for _ in range(3))
         given = [x.to(place, dtype) for x in drawn]
     else:
+        kinds = [type(x) for x in inputs] if isinstance(inputs, list | tuple) else [type(inputs)]
+        if not isinstance(inputs, list | tuple) or not all(issubclass(kind, torch.Tensor) for kind in kinds):
+            got = ", ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"inputs: got {got}, want a list or tuple of tensors, or the name of a size")
         given = list(inputs)
     truth = "the baseline in float64"
     of_baseline = _results(baseline, given, gradients)

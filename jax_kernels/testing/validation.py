@@ -99,6 +99,8 @@ def validate(
     """
     if not factor >= 1:
         raise ValueError(f"factor: got {factor}, want 1 or more")
+    if not isinstance(inputs, str | list | tuple):
+        raise TypeError(f"inputs: got {type(inputs).__name__}, want a list or tuple of arrays, or the name of a size")
     given = _random(sized_shape(inputs), dtype) if isinstance(inputs, str) else tuple(inputs)
     truth = "the baseline in float64"
     with jax.enable_x64(True):

@@ -51,3 +51,13 @@ def test_wrong_arguments():
         bridge.validate(SDPA, SDPA, "larg")
     with pytest.raises(ValueError, match="factor: got 0, want 1 or more"):
         bridge.validate(SDPA, SDPA, "small", factor=0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "got"),
+    [({"query": X}, "dict"), (X, "Tensor"), ([X, 3.0], "Tensor, float")],
+    ids=["dict", "one", "number"],
+)
+def test_inputs_are_tensors(inputs, got):
+    with pytest.raises(TypeError, match=f"^inputs: got {got}, want a list or tuple of tensors, or the name of a size"):
+        bridge.validate(torch.relu, torch.relu, inputs)
