@@ -136,6 +136,7 @@ def _experts(config: TransformerConfig, rules: ShardingRules, rngs: nnx.Rngs) ->
         weight_scale=of.weight_scale,
         shared_experts=of.shared_experts,
         balance_bias=of.bias_rate is not None,
+        exchange=of.exchange,
         implementation=of.implementation,
         shared_implementation=config.mlp_implementation,
         dtype=config.dtype,
@@ -149,7 +150,9 @@ def _experts(config: TransformerConfig, rules: ShardingRules, rngs: nnx.Rngs) ->
 def run_block(
     state: Any, x: jax.Array, documents: Packed | None, *, graphdef: Any, remat: bool | str, target: Any
 ) -> tuple[jax.Array, Routing | None]:
-    """(x after one block without a cache, the Routing of its experts or None). It is traced and lowered once for all blocks of a model that are alike.
+    """(x after one block without a cache, the Routing of its experts or None).
+
+    It is traced and lowered once for all blocks of a model that are alike.
 
     state, graphdef: the block, as nnx.split returns it. remat: as in TransformerConfig. target: (the device, whether
     kernels are interpreted), part of jit's key, since the plans depend on it.

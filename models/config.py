@@ -26,13 +26,14 @@ __all__ = [
 
 DTYPES = ("float32", "bfloat16", "float16")
 SCORES = ("softmax", "sigmoid")  # of a router
+EXCHANGES = ("gather", "all_to_all")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """The experts of a Transformer: the field `experts` of a TransformerConfig.
 
-    num_experts, experts_per_token, scores, renormalize, weight_scale, shared_experts, implementation: as in
+    num_experts, experts_per_token, scores, renormalize, weight_scale, shared_experts, exchange, implementation: as in
       MixtureOfExperts.
     mlp_dim: width of an expert (None: the TransformerConfig's mlp_dim).
     layers: the indices of the blocks that have experts (None: all blocks). Others have a gated MLP.
@@ -52,6 +53,7 @@ class ExpertsConfig:
     shared_experts: int = 0
     balance_loss: float = 0.01
     bias_rate: float | None = None
+    exchange: str = "gather"
     implementation: str | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +72,7 @@ class ExpertsConfig:
                 check_size(f"{prefix}layers", layer)
             object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
         check_kind(f"{prefix}renormalize", self.renormalize, bool, "a bool")
+        check_exchange(prefix, self.exchange)
         check_kind(f"{prefix}implementation", self.implementation, str | None, "a name or None")
         if self.balance_loss != 0:
             positive_number(f"{prefix}balance_loss", self.balance_loss)
@@ -186,7 +189,7 @@ class TransformerConfig:
             raise ValueError(f"ExpertsConfig.layers={self.experts.layers} must be all blocks with scan_layers")
         if self.precision is not None:
             raise ValueError(
-                f"TransformerConfig.precision={self.precision!r} must be None with experts: grouped_matmul has no 8 bits"
+                f"TransformerConfig.precision={self.precision!r} must be None with experts: they have no 8 bits"
             )
 
     @property
@@ -210,6 +213,12 @@ def check_choices(
     if scores not in SCORES:
         raise ValueError(f"{prefix}scores={scores!r} must be {' or '.join(map(repr, SCORES))}")
     positive_number(f"{prefix}weight_scale", weight_scale)
+
+
+def check_exchange(prefix: str, exchange: object) -> None:
+    """Raises ValueError for an unknown exchange of tokens. prefix: comes before its name in an error."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"{prefix}exchange={exchange!r} must be {' or '.join(map(repr, EXCHANGES))}")
 
 
 def check_heads(

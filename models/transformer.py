@@ -356,13 +356,13 @@ class Transformer(nnx.Module):
             return self._constrained(x), routing
 
         stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
+        if stages and self.config.expert_layers:
+            raise ValueError(f"mesh: got stages along {stages[0]!r} with experts, want a mesh without stages")
         if (stages or self.config.scan_layers) and any(other != graphdefs[0] for other in graphdefs):
             raise ValueError(
                 "layers: got blocks that differ, such as one that quantize_weights skipped, with scan_layers or "
                 "stages, want blocks of one kind"
             )
-        if stages and self.config.expert_layers:
-            raise ValueError(f"mesh: got stages along {stages[0]!r} with experts, want a mesh without stages")
         routing: Any = None
         if stages:
             x = self._pipelined(lambda *given: block(*given)[0], stacked(states, x.dtype), x, documents, stages[0])
@@ -414,7 +414,9 @@ class Transformer(nnx.Module):
 
 
 def flat_parameters(model: nnx.Module | nnx.State) -> dict[str, np.ndarray]:
-    """The model's nnx.Params and ExpertBiases on the host, by dotted name: {"layers.0.attention.q_proj.kernel": array, ...}.
+    """The model's nnx.Params and ExpertBiases on the host, by dotted name.
+
+    For example {"layers.0.attention.q_proj.kernel": array, ...}.
 
     model: a Flax model, or an nnx.State such as its gradients.
 

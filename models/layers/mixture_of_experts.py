@@ -13,10 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_kernels.models.config import check_choices, check_kind, check_size
+from jax_kernels.models.config import check_choices, check_exchange, check_kind, check_size
 from jax_kernels.models.layers.linear import GatedMLP
 from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, route
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
+from jax_kernels.models.parallel.token_exchange import exchange_rows
 from jax_kernels.ops.checks import checked_array
 from jax_kernels.ops.grouped.grouped_matmul import grouped_matmul
 from jax_kernels.ops.matmul.checks import checked_activation
@@ -61,6 +62,9 @@ class MixtureOfExperts(nnx.Module):
       shared_experts: the number of experts that all tokens use, with weight 1. Together they are one GatedMLP of width
         shared_experts * mlp_dim.
       balance_bias: whether there is an expert_bias.
+      exchange: how devices along "expert" exchange tokens. "gather": each gets all of their tokens, and the results are
+        summed over them (reduce-scatter). "all_to_all": a token is sent to the devices of its experts, once for each
+        expert, which sends less if the devices are more than experts_per_token; not measured on GPUs.
       implementation: of grouped_matmul. shared_implementation: of the shared experts, as in GatedMLP.
       kernel_init: of the experts' and the router's matrices; None for LeCun normal.
       dtype: of the computation, but for the router; None for the promoted dtype of x and the experts' parameters.
@@ -90,6 +94,7 @@ class MixtureOfExperts(nnx.Module):
         weight_scale: float = 1.0,
         shared_experts: int = 0,
         balance_bias: bool = False,
+        exchange: str = "gather",
         implementation: str | None = None,
         shared_implementation: str | None = None,
         kernel_init: Any = None,
@@ -103,6 +108,7 @@ class MixtureOfExperts(nnx.Module):
         check_choices("", num_experts, experts_per_token, scores, weight_scale, shared_experts)
         for name, flag in (("gated", gated), ("renormalize", renormalize), ("balance_bias", balance_bias)):
             check_kind(name, flag, bool, "a bool")
+        check_exchange("", exchange)
         check_kind("implementation", implementation, str | None, "a name or None")
         check_kind("rules", rules, ShardingRules | None, "ShardingRules or None")
         check_kind("rngs", rngs, nnx.Rngs, "nnx.Rngs")
@@ -115,7 +121,7 @@ class MixtureOfExperts(nnx.Module):
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.activation, self.gated = activation, gated
         self.scores, self.renormalize, self.weight_scale = scores, renormalize, float(weight_scale)
-        self.implementation, self.dtype = implementation, dtype
+        self.exchange, self.implementation, self.dtype = exchange, implementation, dtype
         self.rules = ShardingRules() if rules is None else rules
 
         initialize = kernel_init or nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
@@ -231,35 +237,89 @@ class MixtureOfExperts(nnx.Module):
         )
         if devices.tokens:
             routing = lax.psum(routing, devices.tokens)
+        kernels = up, down, gate
+        if self.exchange == "all_to_all" and len(devices.exchanged) == 1 and not devices.repeated:
+            out = devices.summed(self._by_all_to_all(tokens, weights, experts, kernels, devices.exchanged[0]))
+            return out.reshape(x.shape), routing
         tokens, weights, experts = (devices.gathered(y) for y in (tokens, weights, experts))
-        out = devices.summed(self._of_experts(tokens, weights, devices.local(experts, up.shape[0]), up, down, gate))
-        return out.reshape(x.shape), routing
+        owned = up.shape[0]
+        pairs = _Pairs.of(devices.local(experts, owned), owned)
+        out = pairs.summed(self._experts(pairs.rows(tokens), pairs.sizes, kernels), weights)
+        return devices.summed(devices.scattered(out)).reshape(x.shape), routing
 
-    def _of_experts(self, x: Any, weights: Any, experts: Any, up: Any, down: Any, gate: Any) -> jax.Array:
-        """The weighted sum of the results of a device's experts, float32 [N, model_dim].
+    def _by_all_to_all(self, x: Any, weights: Any, experts: Any, kernels: Any, axis: str) -> jax.Array:
+        """The weighted sum of the results of all devices' experts, float32 [N, model_dim], of a device's tokens.
 
-        x: [N, model_dim]. weights, experts: [N, experts_per_token]. experts: the index among the device's experts, from
-        0; others are experts of other devices, and add 0. up, down, gate: of the device's experts.
+        x: [N, model_dim]. weights, experts: [N, experts_per_token]. kernels: of the device's experts. axis: the mesh
+        axis of the devices, each with the next of the experts.
         """
-        count, (each, owned) = x.shape[0], (experts.shape[1], up.shape[0])
-        pairs = experts.reshape(-1)
-        order = jnp.argsort(pairs, stable=True)  # from a row to its pair of (token, choice)
-        inverse = jnp.argsort(order)
-        order = order[: count * min(each, owned)]  # a token's choices differ: so many may be of this device's experts
-        sizes = jnp.bincount(pairs, length=owned).astype(jnp.int32)  # of indices in range alone
-        multiply = functools.partial(grouped_matmul, group_sizes=sizes, implementation=self.implementation)
+        owned, (count, each) = kernels[0].shape[0], experts.shape
+        pairs = _Pairs.of(experts, self.num_experts)
+        loads = lax.all_gather(pairs.sizes.reshape(-1, owned), axis)  # [sender, receiver, expert of the receiver]
+        sizes = loads.sum(-1)
+        received = exchange_rows(pairs.rows(x), sizes.shape[0] * count * min(each, owned), sizes, axis)
+        # Received rows come by sender, then by expert: sorted by expert, each sender's rows keep their order.
+        ends = jnp.cumsum(loads[:, lax.axis_index(axis)].reshape(-1))
+        source = jnp.searchsorted(ends, lax.iota(jnp.int32, received.shape[0]), side="right")
+        own = _Pairs.of(jnp.where(source < ends.shape[0], source % owned, owned)[:, None], owned)
+        results = self._experts(_rows(received, own.order, own.inverse), own.sizes, kernels)
+        returned = exchange_rows(_rows(results, own.inverse, own.order), count * each, sizes.T, axis)
+        return pairs.summed(returned, weights)
 
-        repeated = jnp.repeat(x.astype(jnp.float32), each, axis=0)  # in float32, in which gradients are summed
-        rows = _rows(repeated, order, inverse).astype(x.dtype)
+    def _experts(self, rows: Any, sizes: Any, kernels: Any) -> jax.Array:
+        """The experts' results of their rows, [rows, model_dim] in rows' dtype.
+
+        rows: [rows, model_dim], sorted by expert. sizes: int32 [experts], the rows of each. kernels: (up_proj,
+        down_proj, gate_proj or None) of the experts. Rows past the last expert give 0.
+        """
+        up, down, gate = kernels
+        multiply = functools.partial(grouped_matmul, group_sizes=sizes, implementation=self.implementation)
         activation = checked_activation(self.activation)
         hidden = checkpoint_name(multiply(rows, up), RESIDUALS[1]).astype(jnp.float32)
         if gate is None:
             hidden = activation(hidden)
         else:
             hidden = hidden * activation(checkpoint_name(multiply(rows, gate), RESIDUALS[0]).astype(jnp.float32))
-        out = multiply(hidden.astype(x.dtype), down).astype(jnp.float32)
-        out = _rows(out, inverse, order).reshape(count, each, self.model_dim)
-        return (weights[..., None] * out).sum(1)
+        return multiply(hidden.astype(rows.dtype), down)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pairs:
+    """The pairs of a token and one of its experts, sorted by expert: a row for each.
+
+    order: from a row to its pair. inverse: from a pair to its row. sizes: int32 [experts], the rows of each expert.
+    each: the pairs of a token.
+    """
+
+    order: jax.Array
+    inverse: jax.Array
+    sizes: jax.Array
+    each: int
+
+    @classmethod
+    def of(cls, experts: jax.Array, owned: int) -> "_Pairs":
+        """The pairs of tokens whose experts are [N, each], from 0 to owned - 1; `owned` is an expert of other devices.
+
+        Pairs with such an expert come last. A token's experts differ, so at most min(each, owned) have a row.
+        """
+        pairs = experts.reshape(-1)
+        order = jnp.argsort(pairs, stable=True)
+        return cls(
+            order=order[: experts.shape[0] * min(experts.shape[1], owned)],
+            inverse=jnp.argsort(order),
+            sizes=jnp.bincount(pairs, length=owned).astype(jnp.int32),  # drops indices of `owned`
+            each=experts.shape[1],
+        )
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """The token of each row, [rows, D], from x [N, D]. The gradient of a token is summed in float32."""
+        repeated = jnp.repeat(x.astype(jnp.float32), self.each, axis=0)
+        return _rows(repeated, self.order, self.inverse).astype(x.dtype)
+
+    def summed(self, rows: jax.Array, weights: jax.Array) -> jax.Array:
+        """The sum over each token's rows, times its weights [N, each]: float32 [N, D]. Pairs without a row add 0."""
+        of_pairs = _rows(rows.astype(jnp.float32), self.inverse, self.order)
+        return (weights[..., None] * of_pairs.reshape(*weights.shape, rows.shape[1])).sum(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,10 +348,12 @@ class _Devices:
         """The rows of all devices that exchange tokens: [N * devices, ...] from y [N, ...]."""
         return lax.all_gather(y, self.exchanged, tiled=True) if self.exchanged else y
 
+    def scattered(self, out: jax.Array) -> jax.Array:
+        """The rows of the device's own tokens, from the rows of `gathered` tokens, summed over the same devices."""
+        return lax.psum_scatter(out, self.exchanged, tiled=True) if self.exchanged else out
+
     def summed(self, out: jax.Array) -> jax.Array:
-        """The rows of the device's own tokens, summed over all devices that have a part of them."""
-        if self.exchanged:
-            out = lax.psum_scatter(out, self.exchanged, tiled=True)
+        """The sum over the devices that have the same tokens, and other experts or columns of mlp_dim."""
         axes = (*self.repeated, *self.wide)
         return lax.psum(out, axes) if axes else out
 

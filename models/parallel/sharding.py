@@ -44,8 +44,8 @@ class ShardingRules:
     """Two tables: mesh axes for each axis of a model's arrays, and axis names for each parameter.
 
     axes: pairs of an array axis ("batch", "tokens", "embed", "heads", "mlp", "expert", "vocab", "stage") and the mesh
-      axes that shard it. A mesh axis is not used if the mesh lacks it, if its size does not divide the array's axis, or if an
-      earlier axis of the same array uses it. The array is then replicated along that mesh axis.
+      axes that shard it. A mesh axis is not used if the mesh lacks it, if its size does not divide the array's axis, or
+      if an earlier axis of the same array uses it. The array is then replicated along that mesh axis.
     parameters: pairs of a regular expression, which matches the end of a parameter's dotted name (see
       flat_parameters), and the names of the parameter's axes. The first matching pair with the parameter's number of
       axes counts. Parameters without a matching pair are replicated.
