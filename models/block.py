@@ -89,18 +89,19 @@ class Block(nnx.Module):
         The rules' axis "mlp" may shard mlp_dim, over which down_proj sums. A kernel with a residual does not support
         that, so the devices add their partial sums in float32, and then x.
         """
+        assert isinstance(self.mlp, GatedMLP)
         mesh, rules, axis = jax.sharding.get_abstract_mesh(), self.attention.rules, self.attention.sequence_axis
         assert axis is not None
         up, down, gate = (
             projection.kernel[...].astype(normed.dtype)
             for projection in (self.mlp.up_proj, self.mlp.down_proj, self.mlp.gate_proj)
         )
+        activation, implementation = self.mlp.activation, self.mlp.gate_proj.implementation
         batch = rules.mesh_axes("batch", x.shape[0], mesh, (axis,))
         wide = rules.mesh_axes("mlp", up.shape[1], mesh, (axis, *batch))
 
         def local(normed: jax.Array, x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> jax.Array:
-            of = self.mlp.gate_proj
-            options = {"w_gate": gate, "activation": self.mlp.activation, "implementation": of.implementation}
+            options = {"w_gate": gate, "activation": activation, "implementation": implementation}
             if not wide:
                 return mlp(normed, up, down, residual=x, **options)
             return x + jax.lax.psum(mlp(normed, up, down, **options).astype(jnp.float32), wide).astype(x.dtype)

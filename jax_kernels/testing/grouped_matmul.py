@@ -15,19 +15,7 @@ from jax_kernels.testing import largest_error
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
 
-__all__ = [
-    "CASES",
-    "ERROR",
-    "HOPPER",
-    "LONG",
-    "QUICK",
-    "TRITON",
-    "TYPICAL",
-    "Case",
-    "errors_by",
-    "errors_of",
-    "why_not",
-]
+__all__ = ["CASES", "ERROR", "HOPPER", "LONG", "QUICK", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ class MixtureOfExperts(nnx.Module):
     and the experts' matmuls are grouped_matmuls. The group sizes stay on the device. The weighted sum is in float32.
 
     Parameters: router [model_dim, num_experts] in float32; gate_proj and up_proj [num_experts, model_dim, mlp_dim];
-    down_proj [num_experts, mlp_dim, model_dim]; with shared experts those of the GatedMLP `shared`. With balance_bias
+    down_proj [num_experts, mlp_dim, model_dim]; with shared experts also the GatedMLP `shared`. With balance_bias
     also expert_bias [num_experts], an ExpertBias, which starts at 0: see update_bias.
 
     On a mesh (`with jax.set_mesh(mesh)`), each device works on its own tokens. A mesh axis that the rules give to
@@ -157,7 +157,7 @@ class MixtureOfExperts(nnx.Module):
             spec = self.rules.spec(self._names(x), x.shape, jax.sharding.get_abstract_mesh())
             call = lambda module, x, residual: module.with_routing(x, residual=residual)
             return under_auto_axes(call, self, (x, residual), (spec, Routing(load=P(), probability=P())))  # type: ignore[arg-type]
-        given = (x, self.up_proj[...], self.down_proj[...], *([self.gate_proj[...]] if self.gated else []))
+        given = (x, self.up_proj[...], self.down_proj[...], *([] if self.gate_proj is None else [self.gate_proj[...]]))
         x, *kernels = promote_dtype(given, dtype=self.dtype)
         bias = None if self.expert_bias is None else self.expert_bias[...]
         arrays = (x, self.router[...], bias, *kernels)
@@ -275,6 +275,7 @@ class MixtureOfExperts(nnx.Module):
         up, down, gate = kernels
         multiply = functools.partial(grouped_matmul, group_sizes=sizes, implementation=self.implementation)
         activation = checked_activation(self.activation)
+        assert activation is not None
         hidden = checkpoint_name(multiply(rows, up), RESIDUALS[1]).astype(jnp.float32)
         if gate is None:
             hidden = activation(hidden)
@@ -326,7 +327,7 @@ class _Pairs:
 class _Devices:
     """The axes of the jax.shard_map in which a device runs its own experts; none outside of one.
 
-    expert: the axes that shard the experts. exchanged: those of them that shard the tokens too, so that devices send
+    expert: the axes that shard the experts. exchanged: the axes that shard the tokens too, so that devices send
     tokens to each other. repeated: the others, along which all devices have the same tokens. wide: the axes that shard
     mlp_dim. tokens: the axes that shard the tokens.
     """
@@ -338,7 +339,7 @@ class _Devices:
     tokens: tuple[str, ...] = ()
 
     def local(self, experts: jax.Array, owned: int) -> jax.Array:
-        """The experts' indices among the device's own experts, of which there are `owned`; `owned` for others."""
+        """The experts' indices among the device's `owned` experts; `owned` for experts of other devices."""
         if not self.expert:
             return experts
         index = experts - lax.axis_index(self.expert) * owned
