@@ -24,6 +24,7 @@ from jax_kernels.ops.matmul.checks import checked_activation
 from jax_kernels.ops.matmul.mlp import RESIDUALS
 from jax_kernels.plain_numbers import plain_arguments
 from jax_kernels.tracing.derivatives import in_both_modes
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["MixtureOfExperts"]
 
@@ -144,6 +145,7 @@ class MixtureOfExperts(nnx.Module):
         """
         return self.with_routing(x, residual=residual)[0]
 
+    @under_defaults
     def with_routing(self, x: jax.Array, *, residual: jax.Array | None = None) -> tuple[jax.Array, Routing]:
         """(the result of a call, the Routing of x's tokens), for a load-balancing loss.
 

@@ -14,11 +14,14 @@ from jax_kernels.models import (
     ExpertsConfig,
     GatedMLP,
     MixtureOfExperts,
+    QuantizedGatedMLP,
     Trainer,
     Transformer,
     TransformerConfig,
     flat_parameters,
+    quantize_weights,
 )
+from jax_kernels.testing import rms_error
 from tests.support.oracles.experts import dense_experts
 
 EXPERTS = ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=24, balance_loss=0.02)
@@ -123,7 +126,7 @@ def test_scan_and_remat_change_no_gradient(changes):
 
 
 def test_scanned_router_is_not_rounded():
-    """In bfloat16, blocks in a loop choose the same experts as blocks one after the other."""
+    """Blocks in a loop choose the same experts as blocks one after the other, in bfloat16."""
     loads = [
         nnx.jit(lambda m: m.losses_and_routing(TOKENS, TOKENS)[1].probability)(
             model(dtype="bfloat16", scan_layers=scan)
@@ -206,6 +209,16 @@ def test_training_learns_and_a_checkpoint_restores_it(tmp_path):
     with pytest.raises(ValueError, match="config: got a model that differs from the checkpoint's, which has experts="):
         different.restore()
     different.close()
+
+
+def test_low_bit_weights_leave_the_experts():
+    transformer = model({"shared_experts": 1})
+    experts, want = np.asarray(transformer.layers[0].mlp.up_proj[...]), transformer(TOKENS)
+    quantize_weights(transformer, "int8")
+    assert isinstance(transformer.layers[0].mlp.shared, QuantizedGatedMLP)
+    np.testing.assert_array_equal(transformer.layers[0].mlp.up_proj[...], experts)
+    got = transformer(TOKENS)
+    assert 0 < rms_error(np.asarray(got), np.asarray(want)) < 0.05
 
 
 def test_config_round_trip():
