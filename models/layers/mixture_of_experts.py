@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_kernels.models.config import check_choices, check_exchange, check_kind, check_size
 from jax_kernels.models.layers.linear import GatedMLP
-from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, route
+from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, loads, route
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.models.parallel.token_exchange import exchange_rows
 from jax_kernels.ops.checks import checked_array
@@ -309,8 +309,8 @@ class _Pairs:
         order = jnp.argsort(pairs, stable=True)
         return cls(
             order=order[: experts.shape[0] * min(experts.shape[1], owned)],
-            inverse=jnp.argsort(order),
-            sizes=jnp.bincount(pairs, length=owned).astype(jnp.int32),  # drops indices of `owned`
+            inverse=jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, order.shape[0]), unique_indices=True),
+            sizes=loads(pairs, owned),
             each=experts.shape[1],
         )
 

@@ -244,8 +244,8 @@ def quantize_weights(
 
     Each models.Linear and nnx.Linear becomes a QuantizedLinear, each GatedMLP a QuantizedGatedMLP. In a Transformer
     these are the attention's projections, the MLP and the head, if it has one. Embeddings, norms, biases,
-    convolutions, the experts and the router of a MixtureOfExperts, and low-bit weights do not change; its shared experts
-    do. A second call with another format can therefore quantize the modules that the
+    convolutions, low-bit weights, and the router and the experts of a MixtureOfExperts but the shared ones, do not
+    change. A second call with another format can therefore quantize the modules that the
     first call skipped.
 
     Args:

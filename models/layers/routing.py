@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-__all__ = ["ExpertBias", "RouterKernel", "Routing", "balanced", "route"]
+__all__ = ["ExpertBias", "RouterKernel", "Routing", "balanced", "loads", "route"]
 
 
 class RouterKernel(nnx.Param):
@@ -86,8 +86,16 @@ def route(
     if renormalize:
         weights = weights / (weights.sum(-1, keepdims=True) + tiny)
     probability = found if scores == "softmax" else found / (found.sum(-1, keepdims=True) + tiny)
-    load = jnp.bincount(experts.reshape(-1), length=kernel.shape[1]).astype(jnp.int32)
+    load = loads(experts, kernel.shape[1])
     return scale * weights, experts, Routing(load=load, probability=probability.sum(0))
+
+
+def loads(experts: jax.Array, count: int) -> jax.Array:
+    """The number of entries of each expert from 0 to count - 1 in an array of indices: int32 [count].
+
+    A sum of comparisons, since the few addresses of a scatter would be contended for.
+    """
+    return (experts.reshape(-1, 1) == lax.iota(jnp.int32, count)).sum(0, dtype=jnp.int32)
 
 
 def balanced(bias: Any, load: Any, rate: float) -> jax.Array:

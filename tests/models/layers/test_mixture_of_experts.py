@@ -73,12 +73,11 @@ def test_against_every_expert_on_every_token(name):
     assert int(routing.load.sum()) == 33 * module.experts_per_token
 
 
-@pytest.mark.parametrize(("favored", "loads"), [((4,), [0, 0, 0, 0, 33, 33]), ((0, 2), [33, 0, 33, 0, 0, 0])])
-def test_no_token_is_dropped_from_a_full_expert(favored, loads):
+def test_no_token_is_dropped_from_a_full_expert():
     """All tokens choose the same two experts; the others have no token, and a gradient of 0 in their matrices."""
     module = made(balance_bias=True)
-    favored = jnp.asarray(favored if len(favored) == EACH else (4, 5))
-    module.expert_bias[...] = jnp.zeros(EXPERTS).at[favored].set(9.0)
+    loads = [33, 0, 33, 0, 0, 0]
+    module.expert_bias[...] = jnp.zeros(EXPERTS).at[jnp.array([0, 2])].set(9.0)
     assert check_against_dense(module, X).load.tolist() == loads
     gradient = nnx.grad(lambda module: module(X).sum())(module)
     is_moving = [bool(np.asarray(gradient["up_proj"][...][e]).any()) for e in range(EXPERTS)]
@@ -135,6 +134,7 @@ def test_residual_shapes_and_one_expert():
         np.testing.assert_allclose(module(x, residual=x), mlp(x) + x, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_second_derivatives_and_forward_mode():
     module = made(num_experts=3)
     graphdef, state = nnx.split(module)
