@@ -139,9 +139,10 @@ class MixtureOfExperts(nnx.Module):
         self.shared = shared(**options) if shared_experts else None
 
     def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
-        """The experts' weighted results + residual: [..., model_dim], in the dtype of the computation.
+        """The experts' weighted results + residual: [..., model_dim].
 
-        x: [..., model_dim]. residual: like x, or None. Raises TypeError or ValueError for another shape or dtype.
+        x: [..., model_dim]. residual: like x, or None. The result has the dtype of the computation. If the module has no
+        dtype of its own, the result has the promoted dtype of the computation and residual. Raises TypeError or ValueError for another shape or dtype.
         """
         return self.with_routing(x, residual=residual)[0]
 
@@ -170,8 +171,12 @@ class MixtureOfExperts(nnx.Module):
             out, routing = self._routed_on_mesh(mesh, *arrays)
         if self.shared is not None:
             out = out + self.shared(x).astype(jnp.float32)
-        out = out.astype(x.dtype)
-        return out if residual is None else residual.astype(x.dtype) + out, routing
+        dtype = x.dtype
+        if residual is not None:
+            residual = checked_array("residual", residual)
+            dtype = dtype if self.dtype is not None else jnp.promote_types(dtype, residual.dtype)
+            out = residual.astype(dtype) + out
+        return out.astype(dtype), routing
 
     def update_bias(self, load: jax.Array, rate: float = 1e-3) -> None:
         """Adds rate * sign(mean load - load) to expert_bias, in place: experts with little load become preferred.
@@ -212,6 +217,8 @@ class MixtureOfExperts(nnx.Module):
             wide=wide,
             tokens=of_tokens,
         )
+        if self.exchange == "all_to_all" and devices.exchanged and len(expert) > 1:
+            raise NotImplementedError(f"exchange: got 'all_to_all' with experts along {expert}, want one mesh axis")
         spec = P(*(axes or None for axes in rows), None)
         columns, depth = P(expert or None, None, wide or None), P(expert or None, wide or None, None)
         specs = (spec, P(), P(), columns, depth, columns)[: 3 + len(kernels)]
@@ -240,7 +247,7 @@ class MixtureOfExperts(nnx.Module):
         if devices.tokens:
             routing = lax.psum(routing, devices.tokens)
         kernels = up, down, gate
-        if self.exchange == "all_to_all" and len(devices.exchanged) == 1 and not devices.repeated:
+        if self.exchange == "all_to_all" and devices.exchanged:
             out = devices.summed(self._by_all_to_all(tokens, weights, experts, kernels, devices.exchanged[0]))
             return out.reshape(x.shape), routing
         tokens, weights, experts = (devices.gathered(y) for y in (tokens, weights, experts))

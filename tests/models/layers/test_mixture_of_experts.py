@@ -134,6 +134,16 @@ def test_residual_shapes_and_one_expert():
         np.testing.assert_allclose(module(x, residual=x), mlp(x) + x, atol=2e-6)
 
 
+def test_residual_keeps_its_dtype():
+    """As in a GatedMLP: a module with a dtype of its own casts the residual, another one promotes the result."""
+    x, residual = X.astype(jnp.bfloat16), X + 2**-12
+    module = made(param_dtype=jnp.bfloat16)
+    out = module(x, residual=residual)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out - residual, module(x).astype(jnp.float32), atol=0.02)
+    assert made(dtype=jnp.bfloat16)(x, residual=residual).dtype == jnp.bfloat16
+
+
 @pytest.mark.slow
 def test_second_derivatives_and_forward_mode():
     module = made(num_experts=3)

@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 from jax_kernels.models import (
     ExpertsConfig,
     MixtureOfExperts,
+    ShardingRules,
     Trainer,
     Transformer,
     TransformerConfig,
@@ -155,6 +156,14 @@ def test_all_to_all_sends_no_padding_on_gpus():
     found = cpu_devices.results_of(__file__, ["program"])["program"]
     assert found["ragged"] == 4
     assert found["gathered"] == [[1, 4, 2]], found  # the loads
+
+
+def test_all_to_all_needs_one_axis():
+    rules = ShardingRules(axes=(("batch", ("a", "b")), ("tokens", ()), ("mlp", ()), ("expert", ("a", "b"))))
+    module = MixtureOfExperts(DIM, WIDTH, EXPERTS, 2, exchange="all_to_all", rules=rules, rngs=nnx.Rngs(0))
+    mesh = jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(NotImplementedError, match="want one mesh axis"):
+        jax.eval_shape(lambda x: module(x), jax.ShapeDtypeStruct((4, 2, DIM), jnp.float32))
 
 
 def test_stages_with_experts_raise():
