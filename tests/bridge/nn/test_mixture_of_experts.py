@@ -1,5 +1,7 @@
 """bridge.nn.MixtureOfExperts against Flax's with the same weights: results, gradients, balance, errors."""
 
+import copy
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -111,3 +113,15 @@ def test_bad_inputs_are_named():
     config = models.TransformerConfig(8, 4, 1, 1, experts={"num_experts": 2})
     with pytest.raises(ValueError, match="config: got experts, want None"):
         bridge.nn.Transformer(config)
+
+
+def test_compiles_as_one_graph_and_copies():
+    module, _ = made("sigmoid")
+    x = torch.from_numpy(X)
+    want = module(x)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), want)
+    part = torch.nn.Sequential(module)
+    torch.testing.assert_close(torch.fx.symbolic_trace(part)(x), want)
+    torch.testing.assert_close(copy.deepcopy(module)(x), want)
+    assert module(torch.zeros(0, DIM)).shape == (0, DIM)
+    assert module(torch.zeros(DIM)).shape == (DIM,)
