@@ -110,7 +110,7 @@ def test_generate_takes_the_likeliest_tokens():
     "changes",
     [
         {"scan_layers": True, "remat": "products"},
-        {"remat": True},
+        pytest.param({"remat": True}, marks=pytest.mark.slow),
         pytest.param({"remat": "attention"}, marks=pytest.mark.slow),
     ],
 )
@@ -154,6 +154,7 @@ def test_trainer_adds_the_balance_loss():
     assert {"balance_loss", "largest_load"}.isdisjoint(trained(config=dataclasses.replace(CONFIG, experts=None))[1][0])
 
 
+@pytest.mark.slow
 def test_trainer_reaches_the_router_by_the_balance_loss():
     """The updates of the routers with a balance loss differ from the updates without."""
     routers = [
