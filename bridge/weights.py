@@ -74,6 +74,8 @@ _ALONE = (
     AdaptiveAttention,
 )
 _OWN_NAMES = ("weight", "bias", "A")
+# The parameters of a MixtureOfExperts, the same in PyTorch and Flax, and their numbers of axes.
+_OF_EXPERTS = {"router": 2, "expert_bias": 1, "gate_proj": 3, "up_proj": 3, "down_proj": 3}
 
 
 def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParameters:
@@ -87,6 +89,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
     |---|---|
     | bridge.nn.Transformer | models.Transformer, models.LongNet |
     | bridge.nn.DynamicMaskAttention, Linear, GatedMLP, LayerNorm, RMSNorm; torch.nn's | modules of the same names |
+    | bridge.nn.MixtureOfExperts, with its expert_bias | models.MixtureOfExperts |
     | a LlamaForCausalLM, or a state dict with its names | models.Transformer (see transformer_fields) |
 
     Args:
@@ -166,7 +169,8 @@ def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, t
         array = np.asarray(x)
         if array.dtype != _BF16 and array.dtype.kind not in "biufc":
             raise TypeError(f"parameters: got {type_name(x)} for {'.'.join(path)}, want an array of numbers")
-        if array.ndim > (2 if is_kernel or name.endswith("embed.weight") else 1):
+        most = 2 if is_kernel or name.endswith("embed.weight") else _OF_EXPERTS.get(path[-1], 1)
+        if array.ndim > most:
             raise ValueError(
                 f"parameters: got {'.'.join(path)} of shape {array.shape}, which no model of jax_kernels.models has"
             )
@@ -261,6 +265,8 @@ def _flax_path(name: str, tensor: torch.Tensor) -> list[str]:
     name: the dotted name in the PyTorch module. Raises ValueError for a parameter that no Flax model has.
     """
     *parts, last = name.split(".")
+    if _OF_EXPERTS.get(last) == tensor.ndim:
+        return [*parts, last]
     if last not in _OWN_NAMES or tensor.ndim > (2 if last == "weight" else 1):
         raise ValueError(f"source: got {name} of shape {tuple(tensor.shape)}, which no model of jax_kernels.models has")
     if last != "weight":

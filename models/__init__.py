@@ -4,7 +4,7 @@ Needs the `flax` extra. Nothing else in the library imports Flax.
 """
 
 from jax_kernels.lazy_names import dir_of as _dir_of
-from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.config import ExpertsConfig, TransformerConfig
 from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention, rotary_embedding
 from jax_kernels.models.layers.attention_fn import attention_fn
 from jax_kernels.models.layers.delayed_scaling import AmaxHistory
@@ -16,8 +16,10 @@ from jax_kernels.models.layers.dilated_attention import (
 )
 from jax_kernels.models.layers.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.models.layers.linear import GatedMLP, Linear
+from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
 from jax_kernels.models.layers.normalization import LayerNorm, RMSNorm
 from jax_kernels.models.layers.quantized import QuantizedGatedMLP, QuantizedLinear, QuantizedWeight, quantize_weights
+from jax_kernels.models.layers.routing import ExpertBias, Routing
 from jax_kernels.models.parallel.distributed import initialize_distributed
 from jax_kernels.models.parallel.pipeline import pipelined
 from jax_kernels.models.parallel.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
@@ -31,18 +33,22 @@ __all__ = [
     "AmaxHistory",
     "DilatedAttention",
     "DynamicMaskAttention",
+    "ExpertBias",
+    "ExpertsConfig",
     "GatedMLP",
     "KVCache",
     "LayerNorm",
     "Linear",
     "LongNet",
     "LongNetConfig",
+    "MixtureOfExperts",
     "MultiHeadAttention",
     "MultiHeadDilatedAttention",
     "QuantizedGatedMLP",
     "QuantizedLinear",
     "QuantizedWeight",
     "RMSNorm",
+    "Routing",
     "ShardingRules",
     "TokenBatches",
     "Trainer",

@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.layers.linear import GatedMLP
+from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
 from jax_kernels.models.layers.normalization import RMSNorm
+from jax_kernels.models.layers.routing import RouterKernel, Routing
 from jax_kernels.models.parallel.sharding import ShardingRules
 from jax_kernels.models.training.packing import Packed
 from jax_kernels.models.training.remat import recomputed
@@ -24,7 +26,10 @@ __all__ = ["Block", "run_block", "stacked"]
 class Block(nnx.Module):
     """A block of a decoder: x + attention(norm(x)), then x + mlp(norm(x)), with an RMSNorm before each."""
 
-    def __init__(self, config: TransformerConfig, *, rules: ShardingRules | None = None, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, index: int = 0, rules: ShardingRules | None = None, rngs: nnx.Rngs
+    ) -> None:
+        """index: of the block, on which it depends whether it has experts."""
         rules = ShardingRules() if rules is None else rules
         norm = lambda: RMSNorm(
             config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
@@ -32,16 +37,7 @@ class Block(nnx.Module):
         self.attention_norm = norm()
         self.attention = self._attention(config, rules, rngs)
         self.mlp_norm = norm()
-        self.mlp = GatedMLP(
-            config.model_dim,
-            config.mlp_dim or 0,
-            precision=config.precision,
-            scaling=config.scaling,
-            implementation=config.mlp_implementation,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            rngs=rngs,
-        )
+        self.mlp = _experts(config, rules, rngs) if index in config.expert_layers else _gated_mlp(config, rngs)
 
     def _attention(self, config: Any, rules: ShardingRules, rngs: nnx.Rngs) -> MultiHeadAttention:
         """The attention module for this config; subclasses return another one."""
@@ -67,8 +63,8 @@ class Block(nnx.Module):
     @under_defaults
     def __call__(
         self, x: jax.Array, cache: KVCache | None = None, documents: Packed | None = None
-    ) -> tuple[jax.Array, KVCache | None]:
-        """(x after the block, the new cache or None). x: [B, T, model_dim].
+    ) -> tuple[jax.Array, KVCache | None, Routing | None]:
+        """(x after the block, the new cache or None, the Routing of experts or None). x: [B, T, model_dim].
 
         cache: the keys and values of earlier tokens. documents: the ids and positions of packed documents, without a
         cache.
@@ -79,10 +75,13 @@ class Block(nnx.Module):
         else:
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
         normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
+        if isinstance(self.mlp, MixtureOfExperts):
+            x, routing = self.mlp.with_routing(normed, residual=x)
+            return x, cache, routing
         is_op = isinstance(self.mlp, GatedMLP) and self.mlp.gate_proj.precision is None
         if self.attention.shares_tokens and is_op and cache is None:  # with a cache the tokens are not sharded
-            return self._mlp_over_devices(normed, x), cache
-        return self.mlp(normed, residual=x), cache
+            return self._mlp_over_devices(normed, x), cache, None
+        return self.mlp(normed, residual=x), cache, None
 
     def _mlp_over_devices(self, normed: jax.Array, x: jax.Array) -> jax.Array:
         """x + mlp(normed), both [B, T, model_dim], in a shard_map in which each device has its own tokens.
@@ -90,18 +89,19 @@ class Block(nnx.Module):
         The rules' axis "mlp" may shard mlp_dim, over which down_proj sums. A kernel with a residual does not support
         that, so the devices add their partial sums in float32, and then x.
         """
+        assert isinstance(self.mlp, GatedMLP)
         mesh, rules, axis = jax.sharding.get_abstract_mesh(), self.attention.rules, self.attention.sequence_axis
         assert axis is not None
         up, down, gate = (
             projection.kernel[...].astype(normed.dtype)
             for projection in (self.mlp.up_proj, self.mlp.down_proj, self.mlp.gate_proj)
         )
+        activation, implementation = self.mlp.activation, self.mlp.gate_proj.implementation
         batch = rules.mesh_axes("batch", x.shape[0], mesh, (axis,))
         wide = rules.mesh_axes("mlp", up.shape[1], mesh, (axis, *batch))
 
         def local(normed: jax.Array, x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> jax.Array:
-            of = self.mlp.gate_proj
-            options = {"w_gate": gate, "activation": self.mlp.activation, "implementation": of.implementation}
+            options = {"w_gate": gate, "activation": activation, "implementation": implementation}
             if not wide:
                 return mlp(normed, up, down, residual=x, **options)
             return x + jax.lax.psum(mlp(normed, up, down, **options).astype(jnp.float32), wide).astype(x.dtype)
@@ -111,16 +111,54 @@ class Block(nnx.Module):
         return jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)(normed, x, up, down, gate)
 
 
+def _gated_mlp(config: TransformerConfig, rngs: nnx.Rngs) -> GatedMLP:
+    return GatedMLP(
+        config.model_dim,
+        config.mlp_dim or 0,
+        precision=config.precision,
+        scaling=config.scaling,
+        implementation=config.mlp_implementation,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+def _experts(config: TransformerConfig, rules: ShardingRules, rngs: nnx.Rngs) -> MixtureOfExperts:
+    of = config.experts
+    assert of is not None
+    return MixtureOfExperts(
+        config.model_dim,
+        of.mlp_dim or config.mlp_dim or 0,
+        of.num_experts,
+        of.experts_per_token,
+        scores=of.scores,
+        renormalize=of.renormalize,
+        weight_scale=of.weight_scale,
+        shared_experts=of.shared_experts,
+        balance_bias=of.bias_rate is not None,
+        exchange=of.exchange,
+        implementation=of.implementation,
+        shared_implementation=config.mlp_implementation,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rules=rules,
+        rngs=rngs,
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("graphdef", "remat", "target"))
 def run_block(
     state: Any, x: jax.Array, documents: Packed | None, *, graphdef: Any, remat: bool | str, target: Any
-) -> jax.Array:
-    """x after one block without a cache. It is traced and lowered once for all blocks of a model that are alike.
+) -> tuple[jax.Array, Routing | None]:
+    """(x after one block without a cache, the Routing of its experts or None).
+
+    It is traced and lowered once for all blocks of a model that are alike.
 
     state, graphdef: the block, as nnx.split returns it. remat: as in TransformerConfig. target: (the device, whether
     kernels are interpreted), part of jit's key, since the plans depend on it.
     """
-    block = lambda state, x, documents: nnx.merge(graphdef, state)(x, documents=documents)[0]
+    block = lambda state, x, documents: nnx.merge(graphdef, state)(x, documents=documents)[::2]
     return recomputed(block, remat)(state, x, documents)
 
 
@@ -128,10 +166,11 @@ def stacked(states: Any, dtype: Any) -> Any:
     """The states of all blocks as one state, whose arrays have a first axis for the blocks.
 
     Parameter matrices are rounded to dtype here, the computation's, as their matmuls would round them. Stacking then
-    costs no extra pass over memory.
+    costs no extra pass over memory. A router's matrix is not rounded.
     """
 
-    rounds = lambda x: isinstance(x, nnx.Param) and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    is_matrix = lambda x: isinstance(x, nnx.Param) and not isinstance(x, RouterKernel) and x.ndim > 1
+    rounds = lambda x: is_matrix(x) and jnp.issubdtype(x.dtype, jnp.floating)
     is_variable = lambda x: isinstance(x, nnx.Variable)
     rounded = lambda x: x.replace(x[...].astype(dtype)) if rounds(x) else x
     states = [jax.tree.map(rounded, state, is_leaf=is_variable) for state in states]

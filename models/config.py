@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,9 +14,70 @@ from jax_kernels.ops.ring.layouts import LAYOUTS
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
 from jax_kernels.plain_numbers import plain, plain_of
 
-__all__ = ["TransformerConfig", "check_heads", "check_precision", "check_scaling", "check_sequence"]
+__all__ = [
+    "ExpertsConfig",
+    "TransformerConfig",
+    "check_choices",
+    "check_heads",
+    "check_precision",
+    "check_scaling",
+    "check_sequence",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
+SCORES = ("softmax", "sigmoid")  # of a router
+EXCHANGES = ("gather", "all_to_all")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a Transformer: the field `experts` of a TransformerConfig.
+
+    num_experts, experts_per_token, scores, renormalize, weight_scale, shared_experts, exchange, implementation: as in
+      MixtureOfExperts.
+    mlp_dim: width of an expert (None: the TransformerConfig's mlp_dim).
+    layers: the indices of the blocks that have experts (None: all blocks). Others have a gated MLP.
+    balance_loss: the factor of the load-balancing loss, which next_token_loss adds for each block; 0 for none.
+    bias_rate: the rate at which Trainer moves each expert_bias after a step; None for no expert_bias.
+
+    A bad field raises ValueError or TypeError, which names it.
+    """
+
+    num_experts: int
+    experts_per_token: int = 2
+    mlp_dim: int | None = None
+    layers: tuple[int, ...] | None = None
+    scores: str = "softmax"
+    renormalize: bool = True
+    weight_scale: float = 1.0
+    shared_experts: int = 0
+    balance_loss: float = 0.01
+    bias_rate: float | None = None
+    exchange: str = "gather"
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+        prefix = "ExpertsConfig."
+        check_choices(
+            prefix, self.num_experts, self.experts_per_token, self.scores, self.weight_scale, self.shared_experts
+        )
+        if self.mlp_dim is not None:
+            positive(f"{prefix}mlp_dim", self.mlp_dim)
+        if self.layers is not None:
+            if not isinstance(self.layers, tuple | list) or not self.layers:
+                raise TypeError(f"{prefix}layers={self.layers!r} must be a tuple of indices of blocks, or None")
+            for layer in self.layers:
+                check_size(f"{prefix}layers", layer)
+            object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
+        check_kind(f"{prefix}renormalize", self.renormalize, bool, "a bool")
+        check_exchange(prefix, self.exchange)
+        check_kind(f"{prefix}implementation", self.implementation, str | None, "a name or None")
+        if self.balance_loss != 0:
+            positive_number(f"{prefix}balance_loss", self.balance_loss)
+        if self.bias_rate is not None:
+            positive_number(f"{prefix}bias_rate", self.bias_rate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +108,8 @@ class TransformerConfig:
     sequence_layout: with sharded tokens, as ring_attention's layout; None for "zigzag", or for "contiguous" in a
       LongNet and with sequence_strategy="all_to_all".
     microbatches: parts of a device's rows, if a mesh axis has stages of the blocks; None for the number of stages.
+    experts: an ExpertsConfig, or its fields by name, for blocks with a mixture of experts instead of the gated MLP;
+      None for no such blocks. The experts run without "fp8" and without stages; scan_layers needs them in all blocks.
 
     A size that is None is replaced by its default. A bad field raises ValueError or TypeError, which names it.
     """
@@ -73,6 +137,7 @@ class TransformerConfig:
     sequence_strategy: str = "auto"
     sequence_layout: str | None = None
     microbatches: int | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -105,9 +170,55 @@ class TransformerConfig:
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a name or None")
         check_precision("TransformerConfig.", self.precision, self.scaling)
         check_sequence("TransformerConfig.", self.sequence_axis, self.sequence_strategy, self.sequence_layout)
+        self._check_experts()
         object.__setattr__(self, "num_kv_heads", kv_heads)
         object.__setattr__(self, "head_dim", head_dim)
         object.__setattr__(self, "mlp_dim", mlp_dim)
+
+    def _check_experts(self) -> None:
+        """Makes an ExpertsConfig of the field `experts`. Raises TypeError or ValueError if other fields do not fit."""
+        if isinstance(self.experts, Mapping):  # of a checkpoint
+            object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
+        if self.experts is None:
+            return
+        check_kind("TransformerConfig.experts", self.experts, ExpertsConfig, "an ExpertsConfig, a mapping or None")
+        layers = self.expert_layers
+        if layers[-1] >= self.num_layers:
+            raise ValueError(f"ExpertsConfig.layers={self.experts.layers} must be below num_layers={self.num_layers}")
+        if self.scan_layers and len(layers) < self.num_layers:
+            raise ValueError(f"ExpertsConfig.layers={self.experts.layers} must be all blocks with scan_layers")
+        if self.precision is not None:
+            raise ValueError(
+                f"TransformerConfig.precision={self.precision!r} must be None with experts: they have no 8 bits"
+            )
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The indices of the blocks that have experts, in order."""
+        if self.experts is None:
+            return ()
+        return tuple(range(self.num_layers)) if self.experts.layers is None else self.experts.layers
+
+
+def check_choices(
+    prefix: str, num_experts: Any, experts_per_token: Any, scores: Any, weight_scale: Any, shared_experts: Any
+) -> None:
+    """Raises TypeError or ValueError for a wrong argument of a router, or number of experts.
+
+    prefix: comes before the argument's name in an error.
+    """
+    check_size(f"{prefix}num_experts", num_experts, 1)
+    check_size(f"{prefix}experts_per_token", experts_per_token, 1, num_experts)
+    check_size(f"{prefix}shared_experts", shared_experts)
+    if scores not in SCORES:
+        raise ValueError(f"{prefix}scores={scores!r} must be {' or '.join(map(repr, SCORES))}")
+    positive_number(f"{prefix}weight_scale", weight_scale)
+
+
+def check_exchange(prefix: str, exchange: object) -> None:
+    """Raises ValueError for an unknown exchange of tokens. prefix: comes before its name in an error."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"{prefix}exchange={exchange!r} must be {' or '.join(map(repr, EXCHANGES))}")
 
 
 def check_heads(

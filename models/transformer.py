@@ -16,6 +16,7 @@ from jax_kernels.models.layers.attention import KVCache
 from jax_kernels.models.layers.delayed_scaling import AmaxHistory
 from jax_kernels.models.layers.normalization import RMSNorm
 from jax_kernels.models.layers.quantized import QuantizedLinear, QuantizedWeight
+from jax_kernels.models.layers.routing import ExpertBias, Routing
 from jax_kernels.models.parallel.pipeline import pipelined
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.models.training.losses import linear_cross_entropy
@@ -52,6 +53,15 @@ class Transformer(nnx.Module):
     x += down_proj(silu(gate_proj(h)) * up_proj(h)) with h = mlp_norm(x); logits = final_norm(x) @ head.kernel, or
     @ embed.T when tied. The residual stream is in config.dtype. RMSNorm is x / sqrt(mean(x²) + norm_eps) * scale.
 
+    In the blocks of config.expert_layers the MLP is a MixtureOfExperts, with these parameters instead of its own (E is
+    num_experts, D the width of an expert)::
+
+        layers.N.mlp.router                      [model_dim, E], float32
+        layers.N.mlp.gate_proj, .up_proj         [E, model_dim, D]
+        layers.N.mlp.down_proj                   [E, D, model_dim]
+        layers.N.mlp.shared.gate_proj.kernel     [model_dim, shared_experts * D], with shared_experts; also up, down
+        layers.N.mlp.expert_bias                 [E], float32, with bias_rate; an ExpertBias, not an nnx.Param
+
     Args:
       config: the sizes, dtypes, implementations and sharding of the model.
       rules: the mesh axes that shard each array; None for ShardingRules().
@@ -74,7 +84,9 @@ class Transformer(nnx.Module):
         self.rules = ShardingRules() if rules is None else rules
         initialize = nnx.initializers.normal(config.model_dim**-0.5)
         self.embed = nnx.Param(initialize(rngs.params(), (config.vocab_size, config.model_dim), config.param_dtype))
-        self.layers = nnx.List([self.block_type(config, rules=self.rules, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [self.block_type(config, index=i, rules=self.rules, rngs=rngs) for i in range(config.num_layers)]
+        )
         self.final_norm = RMSNorm(
             config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
@@ -152,7 +164,7 @@ class Transformer(nnx.Module):
         if has_explicit_axes():
             return self._called_under_auto_axes(tokens, embeddings, segment_ids, cache)
         if cache is None:
-            x, order = self._hidden(tokens, embeddings, segment_ids)
+            x, order, _ = self._hidden(tokens, embeddings, segment_ids)
             return self._logits(x if order is None else self._constrained(x[:, np.argsort(order)]))
         if segment_ids is not None:
             raise ValueError("segment_ids: got an array with a cache, want None: a cache holds one document")
@@ -203,6 +215,16 @@ class Transformer(nnx.Module):
             the devices along the sequence axis do not divide the tokens.
           TypeError: segment_ids or targets are not integers.
         """
+        return self.losses_and_routing(tokens, targets, segment_ids=segment_ids)[0]
+
+    def losses_and_routing(
+        self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing | None]:
+        """(the result of `losses`, the Routing of the blocks with experts), for a load-balancing loss.
+
+        The Routing's arrays have a first axis for the blocks of config.expert_layers. They count all tokens, also
+        padding. None for a model without experts. Arguments and errors are as in `losses`.
+        """
         targets = targets if hasattr(targets, "dtype") else jnp.asarray(targets)
         if not jnp.issubdtype(targets.dtype, jnp.integer):
             raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
@@ -211,15 +233,16 @@ class Transformer(nnx.Module):
             raise ValueError(f"targets: got shape {targets.shape}, want tokens' {tokens.shape}")
         check_targets(targets, self.config.vocab_size)
         if has_explicit_axes():
-            losses = lambda model, tokens, targets, ids: model.losses(tokens, targets, segment_ids=ids)
-            spec = self._spec("batch", "tokens", of=tokens)
-            return under_auto_axes(losses, self, (tokens, targets, segment_ids), spec)
-        x, order = self._hidden(tokens, None, segment_ids, targets)
+            losses = lambda model, tokens, targets, ids: model.losses_and_routing(tokens, targets, segment_ids=ids)
+            of_routing = Routing(load=P(), probability=P()) if self.config.expert_layers else None  # type: ignore[arg-type]
+            specs = self._spec("batch", "tokens", of=tokens), of_routing
+            return under_auto_axes(losses, self, (tokens, targets, segment_ids), specs)
+        x, order, routing = self._hidden(tokens, None, segment_ids, targets)
         tied = self.config.tie_embeddings
         w = self.embed[...] if tied else self._head_kernel(x.dtype)
         targets = targets if order is None else targets[:, order]
         found = linear_cross_entropy(x, w, targets, transpose_w=tied, rules=self.rules)
-        return found if order is None else found[:, np.argsort(order)]
+        return found if order is None else found[:, np.argsort(order)], routing
 
     def generate(
         self,
@@ -293,17 +316,18 @@ class Transformer(nnx.Module):
         x = x.astype(self.config.dtype)
         filled = []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache = layer(x, layer_cache)
+            x, layer_cache, _ = layer(x, layer_cache)
             filled.append(layer_cache)
         return self.final_norm(x), tuple(filled)
 
     def _hidden(
         self, tokens: Any, embeddings: Any, segment_ids: Any = None, targets: Any = None
-    ) -> tuple[jax.Array, Any]:
-        """(the final norm's result [B, T, model_dim], order), for whole sequences without a cache.
+    ) -> tuple[jax.Array, Any, Any]:
+        """(the final norm's result [B, T, model_dim], order, routing), for whole sequences without a cache.
 
         order: int32 [T], the index in the sequence of the token at each position of the result, as sharded layouts need
-        it; None if the result is in the order of the sequence. targets: a loss's targets, which mark padding. Exactly
+        it; None if the result is in the order of the sequence. routing: the Routing of the blocks with experts, with a
+        first axis for these blocks; None without experts. targets: a loss's targets, which mark padding. Exactly
         one of tokens and embeddings is given.
         """
         length = (tokens if embeddings is None else embeddings).shape[1]
@@ -326,24 +350,31 @@ class Transformer(nnx.Module):
             raise NotImplementedError("layers: got a module of fp8_scaling='delayed': a block would lose its history")
         graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
-        def block(state: Any, x: jax.Array, documents: Packed | None = None, which: int = 0) -> jax.Array:
-            x = run_block(state, x, documents, graphdef=graphdefs[which], remat=self.config.remat, target=target)
-            return self._constrained(x)
+        def block(state: Any, x: jax.Array, documents: Packed | None = None, which: int = 0) -> Any:
+            graphdef, remat = graphdefs[which], self.config.remat
+            x, routing = run_block(state, x, documents, graphdef=graphdef, remat=remat, target=target)
+            return self._constrained(x), routing
 
         stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
+        if stages and self.config.expert_layers:
+            raise ValueError(f"mesh: got stages along {stages[0]!r} with experts, want a mesh without stages")
         if (stages or self.config.scan_layers) and any(other != graphdefs[0] for other in graphdefs):
             raise ValueError(
                 "layers: got blocks that differ, such as one that quantize_weights skipped, with scan_layers or "
                 "stages, want blocks of one kind"
             )
+        routing: Any = None
         if stages:
-            x = self._pipelined(block, stacked(states, x.dtype), x, documents, stages[0])
+            x = self._pipelined(lambda *given: block(*given)[0], stacked(states, x.dtype), x, documents, stages[0])
         elif self.config.scan_layers:
-            x, _ = jax.lax.scan(lambda x, state: (block(state, x, documents), None), x, stacked(states, x.dtype))
+            x, routing = jax.lax.scan(lambda x, state: block(state, x, documents), x, stacked(states, x.dtype))
         else:
+            routings = []
             for which, state in enumerate(states):
-                x = block(state, x, documents, which)
-        return self.final_norm(x), order
+                x, of_block = block(state, x, documents, which)
+                routings += [] if of_block is None else [of_block]
+            routing = jax.tree.map(lambda *xs: jnp.stack(xs), *routings) if routings else None
+        return self.final_norm(x), order, routing
 
     def _pipelined(self, block: Any, states: Any, x: jax.Array, documents: Packed | None, axis: str) -> jax.Array:
         """x after all blocks, with the blocks in stages along the mesh axis `axis`.
@@ -383,7 +414,9 @@ class Transformer(nnx.Module):
 
 
 def flat_parameters(model: nnx.Module | nnx.State) -> dict[str, np.ndarray]:
-    """The model's nnx.Params on the host, by dotted name: {"layers.0.attention.q_proj.kernel": array, ...}.
+    """The model's nnx.Params and ExpertBiases on the host, by dotted name.
+
+    For example {"layers.0.attention.q_proj.kernel": array, ...}.
 
     model: a Flax model, or an nnx.State such as its gradients.
 
@@ -392,5 +425,5 @@ def flat_parameters(model: nnx.Module | nnx.State) -> dict[str, np.ndarray]:
     check_kind("model", model, nnx.Module | nnx.State, "an nnx.Module, or an nnx.State such as its gradients")
     if jax.tree.leaves(nnx.state(model, QuantizedWeight)):
         raise ValueError("model: got one with low-bit weights, want the model before quantize_weights")
-    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    state = nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, ExpertBias)))
     return {".".join(str(part) for part in path): np.asarray(param[...]) for path, param in state}

@@ -8,6 +8,8 @@ from jax_kernels.bridge.nn.dynamic_mask_attention import DynamicMaskAttention as
 from jax_kernels.bridge.nn.layers import rotary_embedding as rotary_embedding
 from jax_kernels.bridge.nn.linear import GatedMLP as GatedMLP
 from jax_kernels.bridge.nn.linear import Linear as Linear
+from jax_kernels.bridge.nn.mixture_of_experts import MixtureOfExperts as MixtureOfExperts
+from jax_kernels.bridge.nn.mixture_of_experts import Routing as Routing
 from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention as MultiheadAttention
 from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention as MultiheadDilatedAttention
 from jax_kernels.bridge.nn.pattern_attention import FlexAttention as FlexAttention

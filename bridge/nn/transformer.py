@@ -331,6 +331,8 @@ def _shape(config: Config | Mapping[str, Any]) -> types.SimpleNamespace:
         given = dict(config)
     else:
         given = {name: getattr(config, name) for name in (*_REQUIRED, *_DEFAULTS) if hasattr(config, name)}
+        if getattr(config, "experts", None) is not None:
+            raise ValueError("config: got experts, want None: this Transformer has gated MLPs; see MixtureOfExperts")
     missing = [name for name in _REQUIRED if name not in given]
     if missing:
         raise ValueError(f"config: got no {', '.join(missing)}")

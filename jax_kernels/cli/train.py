@@ -12,7 +12,8 @@ from jax_kernels.spelling import did_you_mean
 __all__ = ["parse_mesh", "train"]
 
 Positive = typer.Option(min=1)
-MESH_AXES = ("pipeline", "data", "fsdp", "sequence", "tensor")  # the axes of jax_kernels.models, which imports Flax
+# The axes of jax_kernels.models, which imports Flax.
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
 CHOICES = {
     "--attention": ("dense", "dilated"),
     "--documents": ("none", "files"),

@@ -368,7 +368,7 @@ class LongNet(Transformer):
         tokens = jnp.pad(tokens, ((0, 0), (0, whole - tokens.shape[1])))
 
         def logits(tokens: jax.Array, last: jax.Array) -> jax.Array:
-            x, order = self._hidden(tokens, None)
+            x, order, _ = self._hidden(tokens, None)
             x = x if order is None else x[:, np.argsort(order)]
             return self._logits(jnp.take_along_axis(x, last[:, None, None], axis=1))[:, 0]
 

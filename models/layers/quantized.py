@@ -243,8 +243,9 @@ def quantize_weights(
     """Rounds the weights of a model's matmuls to 4 or 8 bits, in the model itself.
 
     Each models.Linear and nnx.Linear becomes a QuantizedLinear, each GatedMLP a QuantizedGatedMLP. In a Transformer
-    these are the attention's projections, the MLP and the head, if it has one. Embeddings, norms, biases, convolutions
-    and low-bit weights do not change. A second call with another format can therefore quantize the modules that the
+    these are the attention's projections, the MLP and the head, if it has one. Embeddings, norms, biases,
+    convolutions, low-bit weights, and the router and the experts of a MixtureOfExperts but the shared ones, do not
+    change. A second call with another format can therefore quantize the modules that the
     first call skipped.
 
     Args:

@@ -36,27 +36,28 @@ __all__ = [
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED  # an axis whose sharding XLA chooses
 # The mesh axes that the default rules know, from the least to the most communication.
-MESH_AXES = ("pipeline", "data", "fsdp", "sequence", "tensor")
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
     """Two tables: mesh axes for each axis of a model's arrays, and axis names for each parameter.
 
-    axes: pairs of an array axis ("batch", "tokens", "embed", "heads", "mlp", "vocab", "stage") and the mesh axes that
-      shard it. A mesh axis is not used if the mesh lacks it, if its size does not divide the array's axis, or if an
-      earlier axis of the same array uses it. The array is then replicated along that mesh axis.
+    axes: pairs of an array axis ("batch", "tokens", "embed", "heads", "mlp", "expert", "vocab", "stage") and the mesh
+      axes that shard it. A mesh axis is not used if the mesh lacks it, if its size does not divide the array's axis, or
+      if an earlier axis of the same array uses it. The array is then replicated along that mesh axis.
     parameters: pairs of a regular expression, which matches the end of a parameter's dotted name (see
       flat_parameters), and the names of the parameter's axes. The first matching pair with the parameter's number of
       axes counts. Parameters without a matching pair are replicated.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...] = (
-        ("batch", ("data", "fsdp")),
+        ("batch", ("data", "fsdp", "expert")),
         ("tokens", ("sequence",)),
         ("embed", ("fsdp", "pipeline")),
         ("heads", ("tensor",)),
         ("mlp", ("tensor",)),
+        ("expert", ("expert",)),
         ("vocab", ("tensor",)),
         ("stage", ("pipeline",)),
     )
@@ -65,8 +66,10 @@ class ShardingRules:
         (r"head\.kernel", ("embed", "vocab")),
         (r"attention\.[qkv]_proj\.kernel", ("embed", "heads")),
         (r"attention\.out_proj\.kernel", ("heads", "embed")),
-        (r"mlp\.(gate|up)_proj\.kernel", ("embed", "mlp")),
-        (r"mlp\.down_proj\.kernel", ("mlp", "embed")),
+        (r"mlp\.(shared\.)?(gate|up)_proj\.kernel", ("embed", "mlp")),
+        (r"mlp\.(shared\.)?down_proj\.kernel", ("mlp", "embed")),
+        (r"(gate|up)_proj", ("expert", "embed", "mlp")),
+        (r"down_proj", ("expert", "mlp", "embed")),
     )
 
     def mesh_axes(self, name: str | None, length: int, mesh: Any, taken: Sequence[str] = ()) -> tuple[str, ...]:

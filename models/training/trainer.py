@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_kernels.compilation import compile_kernels, compiler_options, paused_collections
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.layers.dilated_attention import LongNet, LongNetConfig
+from jax_kernels.models.layers.routing import balanced
 from jax_kernels.models.parallel.sharding import (
     ShardingRules,
     check_mesh,
@@ -36,37 +37,47 @@ from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["Trainer", "next_token_loss"]
 
-Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, jax.Array]]
+Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
 
 
-def next_token_loss(model: Transformer, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def next_token_loss(model: Transformer, batch: Any, key: jax.Array) -> tuple[Any, ...]:
     """(the sum of the losses of a batch's targets, the number of targets that count), for Trainer's argument `loss`.
+
+    For a model with experts (the sum with a balance term, the number, the balance term, the Routing). The balance term
+    is the number times config.experts.balance_loss times the sum of the blocks' load-balancing losses.
 
     batch: (tokens, targets), or for packed documents (tokens, targets, segment_ids), integers [B, T] each. A target
     below 0, or in another document than its token, does not count. key is not used.
     """
     tokens, targets, *rest = batch
-    if not rest:
-        return model.losses(tokens, targets).sum(), (targets >= 0).sum()
-    (segment_ids,) = rest
-    targets = within_documents(targets, segment_ids)
-    return model.losses(tokens, targets, segment_ids=segment_ids).sum(), (targets >= 0).sum()
+    documents = {}
+    if rest:
+        (segment_ids,) = rest
+        targets = within_documents(targets, segment_ids)
+        documents = {"segment_ids": segment_ids}
+    count = (targets >= 0).sum()
+    if model.config.experts is None:
+        return model.losses(tokens, targets, **documents).sum(), count
+    losses, routing = model.losses_and_routing(tokens, targets, **documents)
+    assert routing is not None
+    balance = count * model.config.experts.balance_loss * routing.balance_loss.sum()
+    return losses.sum() + balance, count, balance, routing
 
 
 def _scaled_gradient(loss: Any, scale: jax.Array) -> Any:
     """jax.value_and_grad(loss, has_aux=True), whose backward runs on `scale` times the mean, total / count.
 
-    loss: a function of (params, batch, key) that returns (total, count).
+    loss: a function of (params, batch, key) that returns (total, (count, others)).
     """
 
-    def scaled(*args: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-        total, count = loss(*args)
+    def scaled(*args: Any) -> tuple[jax.Array, tuple[jax.Array, Any, jax.Array]]:
+        total, (count, others) = loss(*args)
         factor = jax.lax.stop_gradient(scale / jnp.where(count > 0, count, 1))
-        return total * factor, (total, count, factor)
+        return total * factor, (total, (count, others), factor)
 
-    def differentiate(*args: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        (_, (total, count, factor)), gradients = jax.value_and_grad(scaled, has_aux=True)(*args)
-        return (total, count), jax.tree.map(lambda g: (g.astype(jnp.float32) / factor).astype(g.dtype), gradients)
+    def differentiate(*args: Any) -> tuple[tuple[jax.Array, Any], Any]:
+        (_, (total, counted, factor)), gradients = jax.value_and_grad(scaled, has_aux=True)(*args)
+        return (total, counted), jax.tree.map(lambda g: (g.astype(jnp.float32) / factor).astype(g.dtype), gradients)
 
     return differentiate
 
@@ -90,7 +101,8 @@ class Trainer:
         gradients are added in float32.
       loss: loss(model, batch, key) -> (the sum of the losses, their count or the sum of their weights). The step uses
         the gradient of the whole batch's sum divided by the whole batch's count. key depends on the seed, the step and
-        the part.
+        the part. For a model with experts the loss may also return the part of the sum that balances them, and the
+        model's Routing, by which the step moves each expert_bias.
       folder: for checkpoints; None to write none. keep: the number of newest checkpoints to keep. One trainer at a time
         writes a folder: see lock_folder.
       loss_scale: with "float16", the first scale of the mean loss; None for 2**16. Checkpoints keep the current scale.
@@ -176,7 +188,7 @@ class Trainer:
         """(the state after a step on this batch, the result of `train`)."""
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
         scaling = state.get("loss_scale")
-        total, count, gradients = self._gradients(state["params"], batch, key, scaling and scaling["scale"])
+        total, (count, balance), gradients = self._gradients(state["params"], batch, key, scaling and scaling["scale"])
         count = jnp.where(count > 0, count, 1)  # a batch without targets, such as all padding, has gradients of 0
         gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, state["params"])
         updates, moments = self.optimizer.update(gradients, state["optimizer"], state["params"])
@@ -188,6 +200,10 @@ class Trainer:
             "key": state["key"],
         }
         found = {"loss": total / count, "gradient_norm": jnp.sqrt(sum(squares))}
+        if balance:
+            of_loss, routing = balance
+            found |= {"balance_loss": of_loss / count, "largest_load": routing.largest_load.max()}
+        self._set_biases(state["params"], after["params"], balance)
         if scaling is None:
             return after, found
         is_finite = all_finite(gradients)
@@ -197,21 +213,23 @@ class Trainer:
 
     def _gradients(
         self, params: Any, batch: Any, key: jax.Array, scale: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """(total, count, the gradients of total with respect to params): total and count are the two results of `loss`.
+    ) -> tuple[jax.Array, Any, Any]:
+        """(total, (count, others), the gradients of total with respect to params): total, count and others are the
+        results of `loss`.
 
-        For next_token_loss they are the sum of the losses and the number of targets that count. The batch is cut into
-        `accumulate` parts, which run one after the other, and all three are summed over the parts. scale: of each
-        part's mean loss during its backward; None for the backward of the sum.
+        For next_token_loss total is the sum of the losses, and count the number of targets that count. The batch is cut
+        into `accumulate` parts, which run one after the other, and all results are summed over the parts. scale: of
+        each part's mean loss during its backward; None for the backward of the sum.
         """
 
-        def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self.loss(nnx.merge(self.graphdef, params), batch, key)
+        def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+            total, count, *others = self.loss(nnx.merge(self.graphdef, params), batch, key)
+            return total, (count, tuple(others))
 
         differentiate = jax.value_and_grad(loss, has_aux=True) if scale is None else _scaled_gradient(loss, scale)
         if self.accumulate == 1:
-            (total, count), gradients = differentiate(params, batch, jax.random.fold_in(key, 0))
-            return total, count, gradients
+            (total, counted), gradients = differentiate(params, batch, jax.random.fold_in(key, 0))
+            return total, counted, gradients
 
         def parts(x: jax.Array) -> jax.Array:
             if x.shape[0] % self.accumulate:
@@ -222,23 +240,39 @@ class Trainer:
 
         def one(sums: Any, given: Any) -> Any:
             part, index = given
-            (total, count), gradients = differentiate(params, part, jax.random.fold_in(key, index))
-            return jax.tree.map(lambda x, y: x + y, sums, (total, count, gradients)), None
+            (total, counted), gradients = differentiate(params, part, jax.random.fold_in(key, index))
+            return jax.tree.map(lambda x, y: x + y, sums, (total, counted, gradients)), None
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
         first = jax.eval_shape(loss, params, jax.tree.map(lambda x: parts(x)[0], batch), key)
-        start = (*(jnp.zeros(x.shape, x.dtype) for x in first), zeros)
-        (total, count, gradients), _ = jax.lax.scan(
+        start = (*jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first), zeros)
+        (total, counted, gradients), _ = jax.lax.scan(
             one, start, (jax.tree.map(parts, batch), jnp.arange(self.accumulate))
         )
-        return total, count, gradients
+        return total, counted, gradients
+
+    def _set_biases(self, before: Any, after: Any, balance: Any) -> None:
+        """Sets the expert_biases of the parameters `after` a step, in place: the optimizer has no part in them.
+
+        before: the parameters before the step. balance: the third and fourth result of `loss`; without them the biases
+        stay.
+        """
+        experts = self.config.experts
+        if experts is None or experts.bias_rate is None:
+            return
+        for i, layer in enumerate(self.config.expert_layers):
+            bias = before["layers"][layer]["mlp"]["expert_bias"]
+            moved = balanced(bias[...], balance[1].load[i], experts.bias_rate) if balance else bias[...]
+            after["layers"][layer]["mlp"]["expert_bias"] = bias.replace(moved)
 
     def train(self, batch: Any) -> dict[str, jax.Array]:
         """Runs one step on a batch, sharded as by shard_batch or TokenBatches.
 
         Returns {"loss": the mean, "gradient_norm": of the mean's gradient}, on the device and perhaps not yet computed.
         Both values are 0 if no target counts, and NaN if a JAX array has a token outside the vocabulary. With "float16"
-        also {"loss_scale": of this step, "is_skipped": whether the gradient is not finite}.
+        also {"loss_scale": of this step, "is_skipped": whether the gradient is not finite}. With experts also
+        {"balance_loss": the part of the loss that balances their load, "largest_load": of all experts of all blocks,
+        over the mean of its block}.
 
         Raises TypeError or ValueError if the loss is next_token_loss and the batch is not (tokens, targets) or (tokens,
         targets, segment_ids), or has NumPy arrays with ids outside the vocabulary.
@@ -278,19 +312,19 @@ class Trainer:
 
     @functools.cached_property
     def _evaluate(self) -> Any:
-        """The jitted loss: a function of (params, batch) that returns (sum, count)."""
+        """The jitted loss: a function of (params, batch) that returns the results of `loss`."""
         loss = lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0))
         return jax.jit(loss, compiler_options=compiler_options(self.mesh, triton_products=False))
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss on a batch, in nats for next_token_loss; 0 if no target counts. Raises the errors of
-        `train`.
+        `train`. The part of the loss that balances experts is left out.
         """
         batch = self._on_auto_axes(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
-            total, count = self._evaluate(self.state["params"], batch)
-        count = float(count)
-        return float(total) / (count if count > 0 else 1.0)
+            total, count, *balance = self._evaluate(self.state["params"], batch)
+        count, total = float(count), float(total) - (float(balance[0]) if balance else 0.0)
+        return total / (count if count > 0 else 1.0)
 
     def fit(
         self,
@@ -522,8 +556,7 @@ class Trainer:
             "sequence_strategy",
             "sequence_layout",
         }
-        as_json = lambda x: list(x) if isinstance(x, tuple) else x
-        own = {name: as_json(x) for name, x in dataclasses.asdict(self.config).items()}
+        own = as_json(dataclasses.asdict(self.config))
         names = [name for name in sorted(own.keys() | other.keys()) if name not in free]
         told = [f"{name}={other.get(name)!r}" for name in names if own.get(name) != other.get(name)]
         if told:

@@ -102,6 +102,7 @@ def both(name, *args, **options):
 MODULES = {
     "Linear": (48, 32),
     "GatedMLP": (48, 64),
+    "MixtureOfExperts": (48, 40, 6, 2),
     "LayerNorm": (48,),
     "RMSNorm": (48,),
     "DynamicMaskAttention": (48, 4),

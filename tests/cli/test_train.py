@@ -176,7 +176,7 @@ def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monke
         (("--out", "FILE/sub"), "--out: FILE is not a folder"),
         (
             ("--mesh", "dta=1"),
-            "--mesh: got 'dta=1', want axes of pipeline, data, fsdp, sequence, tensor; did you mean 'data'?",
+            "--mesh: got 'dta=1', want axes of pipeline, data, fsdp, expert, sequence, tensor; did you mean 'data'?",
         ),
         (("--mesh", "data=0"), "--mesh: got 'data=0', want a positive number of devices for each axis, or -1 for one"),
         (("--dtype", "float16"), "--dtype: got 'float16', want bfloat16 or float32; did you mean 'bfloat16'?"),

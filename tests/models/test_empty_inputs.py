@@ -17,9 +17,11 @@ MODULES = {
         32, 4, **PATTERN, layer_norm=True, rngs=rngs
     ),
 }
+EXPERTS = {"num_experts": 4, "shared_experts": 1, "bias_rate": 0.1}
 SIZES = {"vocab_size": 64, "model_dim": 32, "num_layers": 1, "num_heads": 4}
 MODELS = {
     "Transformer": lambda rngs: models.Transformer(models.TransformerConfig(**SIZES), rngs=rngs),
+    "experts": lambda rngs: models.Transformer(models.TransformerConfig(**SIZES, experts=EXPERTS), rngs=rngs),
     "LongNet": lambda rngs: models.LongNet(models.LongNetConfig(**SIZES, **PATTERN), rngs=rngs),
 }
 

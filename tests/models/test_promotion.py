@@ -15,6 +15,7 @@ MODULES = {
     "attention": (lambda rngs: models.MultiHeadAttention(32, num_heads=2, rngs=rngs), X),
     "dynamic": (lambda rngs: models.DynamicMaskAttention(32, num_heads=2, keys_to_keep=4, rngs=rngs), X),
     "gated": (lambda rngs: models.GatedMLP(32, 48, rngs=rngs), X),
+    "experts": (lambda rngs: models.MixtureOfExperts(32, 24, 4, 2, balance_bias=True, shared_experts=1, rngs=rngs), X),
     "norm": (lambda rngs: models.RMSNorm(32, rngs=rngs), X),
     "transformer": (lambda rngs: models.Transformer(CONFIG, rngs=rngs), TOKENS),
 }

@@ -326,7 +326,7 @@ def test_bad_meshes_and_batches_are_named():
 
 def test_unused_mesh_axes_are_named():
     mesh = AbstractMesh((4, 2, 1), ("seq", "data", "more"))
-    known = "data, fsdp, pipeline, sequence, tensor"
+    known = "data, expert, fsdp, pipeline, sequence, tensor"
     with pytest.raises(ValueError, match=f"mesh: got seq=4, along which .* want axes that the rules use: {known}"):
         check_mesh(mesh, ShardingRules(), "sequence")
     check_mesh(make_mesh({"more": 1}), ShardingRules())

@@ -1,0 +1,181 @@
+"""MixtureOfExperts: a PyTorch module with this library's grouped_matmul."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.jax_functions.argument_checks import check_activation
+from jax_kernels.bridge.nn.layers import check_flags, positive
+from jax_kernels.bridge.nn.linear import GatedMLP
+from jax_kernels.bridge.ops import symbolic_trace
+from jax_kernels.bridge.ops.matmul import grouped_matmul
+from jax_kernels.bridge.translate.activations import Activation
+
+__all__ = ["MixtureOfExperts", "Routing"]
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+class Routing(NamedTuple):
+    """The balance of the experts over the tokens of a call.
+
+    load: the number of tokens that chose each expert, int32 [num_experts]. balance_loss: float32 [], 1 if all loads are
+    equal, with a gradient of the router; see jax_kernels.models.Routing.
+    """
+
+    load: torch.Tensor
+    balance_loss: torch.Tensor
+
+
+class MixtureOfExperts(torch.nn.Module):
+    """jax_kernels.models.MixtureOfExperts in PyTorch: its equations, on one GPU, with bridge.grouped_matmul.
+
+    No token is dropped. The numbers of tokens of the experts stay on the device, without a synchronisation.
+
+    Parameters, as in Flax: router [model_dim, num_experts] in float32; gate_proj and up_proj [num_experts, model_dim,
+    mlp_dim]; down_proj [num_experts, mlp_dim, model_dim]; with shared experts also the GatedMLP `shared`. With
+    balance_bias also the buffer expert_bias [num_experts], float32. bridge.weights converts all of them.
+
+    Args:
+      model_dim, mlp_dim: the width of x, and of an expert's hidden values.
+      num_experts, experts_per_token: the number of experts, and of experts that a token chooses.
+      activation: as in bridge.nn.Linear; it may not be None.
+      gated: whether the experts have a gate_proj.
+      scores: "softmax" or "sigmoid", of the router's logits.
+      renormalize: whether a token's weights are divided by their sum.
+      weight_scale: a factor of the weights.
+      shared_experts: the number of experts that all tokens use, with weight 1.
+      balance_bias: whether there is an expert_bias, which is added to the scores for the choice of experts only.
+      implementation: of grouped_matmul.
+      device, dtype: of the parameters; the router and expert_bias are in float32.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the error names it.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        model_dim: int,
+        mlp_dim: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        activation: str | Activation = "silu",
+        gated: bool = True,
+        scores: str = "softmax",
+        renormalize: bool = True,
+        weight_scale: float = 1.0,
+        shared_experts: int = 0,
+        balance_bias: bool = False,
+        implementation: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("model_dim", model_dim), ("mlp_dim", mlp_dim), ("num_experts", num_experts)):
+            positive(name, size)
+        if positive("experts_per_token", experts_per_token) > num_experts:
+            raise ValueError(f"experts_per_token: got {experts_per_token}, want at most num_experts={num_experts}")
+        if shared_experts != 0:
+            positive("shared_experts", shared_experts)
+        if shared_experts and not gated:
+            raise ValueError(f"shared_experts: got {shared_experts} with gated=False, want 0: a GatedMLP has a gate")
+        if scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores: got {scores!r}, want 'softmax' or 'sigmoid'")
+        if isinstance(weight_scale, bool) or not isinstance(weight_scale, int | float):
+            raise TypeError(f"weight_scale: got {weight_scale!r}, want a number")
+        if not 0 < weight_scale < math.inf:
+            raise ValueError(f"weight_scale: got {weight_scale}, want a positive finite number")
+        check_flags(gated=gated, renormalize=renormalize, balance_bias=balance_bias)
+        check_activation(activation, is_optional=False)
+        self.num_experts, self.experts_per_token = num_experts, experts_per_token
+        self.activation, self.scores = activation, scores
+        self.renormalize, self.weight_scale, self.implementation = renormalize, float(weight_scale), implementation
+
+        def parameter(*shape: int, dtype: torch.dtype | None = dtype) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router = parameter(model_dim, num_experts, dtype=torch.float32)
+        self.gate_proj = parameter(num_experts, model_dim, mlp_dim) if gated else None
+        self.up_proj = parameter(num_experts, model_dim, mlp_dim)
+        self.down_proj = parameter(num_experts, mlp_dim, model_dim)
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if balance_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.shared = None
+        if shared_experts:
+            width = shared_experts * mlp_dim
+            self.shared = GatedMLP(model_dim, width, activation=activation, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws new matrices of the router and the experts, normal with variance 1 / (rows of a matrix)."""
+        for matrix in (self.router, self.gate_proj, self.up_proj, self.down_proj):
+            if matrix is not None:
+                torch.nn.init.normal_(matrix, std=matrix.shape[-2] ** -0.5)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the experts' weighted results + residual, [..., model_dim] in x's dtype.
+
+        x: [..., model_dim], in the parameters' dtype. residual: x's shape and dtype.
+        """
+        if isinstance(x, symbolic_trace.Proxy):
+            return symbolic_trace.leaf(self, x, residual=residual)
+        out = self.with_routing(x)[0]
+        return out if residual is None else residual + out
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+    def with_routing(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+        """Returns (the result of a call, the Routing of x's tokens), for a load-balancing loss."""
+        if x.shape[-1] != self.router.shape[0] or not x.is_floating_point():
+            raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}, want floats [..., {self.router.shape[0]}]")
+        tokens, each = x.reshape(-1, x.shape[-1]), self.experts_per_token
+        weights, experts, routing = self._route(tokens)
+        pairs = experts.flatten()
+        order = pairs.argsort(stable=True)
+        multiply = functools.partial(grouped_matmul, group_sizes=routing.load, implementation=self.implementation)
+        # Repeated in float32, in which the gradients of a token are summed.
+        rows = tokens.float().repeat_interleave(each, 0)[order].to(x.dtype)
+        if self.gate_proj is None:
+            hidden = multiply(rows, self.up_proj, activation=self.activation)
+        else:
+            hidden = multiply(rows, self.gate_proj, activation=self.activation) * multiply(rows, self.up_proj)
+        out = multiply(hidden, self.down_proj)[order.argsort()].float().unflatten(0, (-1, each))
+        out = (weights[..., None] * out).sum(1).view(x.shape)
+        if self.shared is not None:
+            out = out + self.shared(x).float()
+        return out.to(x.dtype), routing
+
+    @torch.no_grad()
+    def update_bias(self, load: torch.Tensor, rate: float = 1e-3) -> None:
+        """Adds rate * sign(mean load - load) to expert_bias; see jax_kernels.models.MixtureOfExperts.update_bias.
+
+        load: integers [num_experts], from with_routing, summed over the processes of a data-parallel run.
+        """
+        if self.expert_bias is None:
+            raise ValueError("balance_bias: got False, want True for a module with an expert_bias")
+        if load.shape != self.expert_bias.shape:
+            raise ValueError(f"load: got shape {tuple(load.shape)}, want [num_experts] = {(self.num_experts,)}")
+        self.expert_bias += rate * torch.sign(load.float().mean() - load)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Routing]:
+        """Returns (weights [N, experts_per_token], experts, the Routing), of tokens x [N, model_dim], in float32."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = x.float() @ self.router
+        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        preferred = scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias
+        experts = preferred.sort(dim=-1, descending=True, stable=True).indices[:, : self.experts_per_token]
+        weights = scores.gather(-1, experts)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        # Not bincount, for which the host waits.
+        load = torch.zeros(self.num_experts, device=x.device, dtype=torch.int32)
+        load = load.scatter_add(0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32))
+        probability = (scores / (scores.sum(-1, keepdim=True) + TINY)).sum(0)
+        fraction = load / load.sum().clamp(min=1)
+        mean = probability / probability.sum().detach().clamp(min=TINY)
+        return self.weight_scale * weights, experts, Routing(load, self.num_experts * (fraction * mean).sum())

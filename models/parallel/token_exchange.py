@@ -1,0 +1,52 @@
+"""An all-to-all of rows in which each device sends another number of rows to each device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["exchange_rows"]
+
+
+def exchange_rows(rows: jax.Array, capacity: int, sizes: jax.Array, axis: str) -> jax.Array:
+    """The rows that a device gets from all devices along a mesh axis, inside jax.shard_map: [capacity, D].
+
+    Rows are sent in the order of the devices that get them, and arrive in the order of the devices that sent them.
+    Rows past the last one are 0. The exchange back is exchange_rows of the results, with the transposed sizes.
+
+    On GPUs this is lax.ragged_all_to_all, which sends no padding. XLA has none for CPUs, where each device gathers all
+    rows.
+
+    Args:
+      rows: [M, D]: first the sizes[i, 0] rows for device 0, then the rows for device 1, and so on, on device i.
+      capacity: the largest number of rows that a device may get.
+      sizes: int32 [devices, devices], the same on all devices: the rows that device i sends to device j.
+      axis: the mesh axis of the devices.
+    """
+    choose = lambda **branches: lax.platform_dependent(rows, sizes, **branches)
+    of_branch = lambda function: lambda rows, sizes: function(rows, capacity, sizes, axis)
+    return choose(cpu=of_branch(_gathered), default=of_branch(_ragged))
+
+
+def _before(x: jax.Array, axis: int = 0) -> jax.Array:
+    """The sum of the entries before each entry, along an axis."""
+    return jnp.cumsum(x, axis, dtype=jnp.int32) - x
+
+
+def _ragged(rows: jax.Array, capacity: int, sizes: jax.Array, axis: str) -> jax.Array:
+    me = lax.axis_index(axis)
+    empty = jnp.zeros((capacity, rows.shape[1]), rows.dtype)
+    starts, ends = _before(sizes[me]), _before(sizes)[me]
+    return lax.ragged_all_to_all(rows, empty, starts, sizes[me], ends, sizes[:, me], axis_name=axis)
+
+
+def _gathered(rows: jax.Array, capacity: int, sizes: jax.Array, axis: str) -> Any:
+    me = lax.axis_index(axis)
+    arriving = sizes[:, me]
+    index = lax.iota(jnp.int32, capacity)
+    source = jnp.searchsorted(jnp.cumsum(arriving), index, side="right")
+    source = jnp.minimum(source, sizes.shape[0] - 1)
+    row = _before(sizes, 1)[source, me] + index - _before(arriving)[source]
+    found = lax.all_gather(rows, axis).at[source, row].get(mode="fill", fill_value=0)
+    return jnp.where((index < arriving.sum())[:, None], found, 0)

@@ -1,0 +1,127 @@
+"""bridge.nn.MixtureOfExperts against Flax's with the same weights: results, gradients, balance, errors."""
+
+import copy
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jax_kernels import bridge, models
+from jax_kernels.bridge import weights
+from jax_kernels.models import flat_parameters
+from jax_kernels.testing import rms_error
+
+DIM, WIDTH, EXPERTS = 16, 24, 5
+X = np.random.default_rng(0).standard_normal((2, 7, DIM)).astype(np.float32)
+CASES = {
+    "softmax": {},
+    "sigmoid": {"scores": "sigmoid", "weight_scale": 2.5, "balance_bias": True, "shared_experts": 1},
+    "no_gate": {"gated": False, "renormalize": False, "activation": "relu"},
+    "all_to_two": {"balance_bias": True},
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    module = bridge.nn.MixtureOfExperts(DIM, WIDTH, EXPERTS, 2, **CASES[name])
+    if module.expert_bias is not None:
+        module.expert_bias += torch.arange(EXPERTS) * (9.0 if name == "all_to_two" else 0.05)
+    flax = models.MixtureOfExperts(DIM, WIDTH, EXPERTS, 2, **CASES[name], rngs=nnx.Rngs(0))
+    nnx.update(flax, weights.to_flax(module))
+    return module, flax
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_flax(name):
+    """The result, the loads, the balance loss, and the gradients of x and of all parameters."""
+    module, flax = made(name)
+    x = torch.tensor(X, requires_grad=True)
+    out, routing = module.with_routing(x)
+    (out.sin().sum() + routing.balance_loss).backward()
+
+    def loss(flax, x):
+        out, routing = flax.with_routing(x)
+        return jnp.sin(out).sum() + routing.balance_loss, (out, routing)
+
+    (of_parameters, of_x), (want, of_flax) = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))(flax, jnp.asarray(X))
+    assert rms_error(out.detach().numpy(), np.asarray(want)) < 1e-6
+    assert routing.load.tolist() == of_flax.load.tolist()
+    np.testing.assert_allclose(routing.balance_loss.item(), of_flax.balance_loss, rtol=1e-5)
+    assert rms_error(x.grad.numpy(), np.asarray(of_x)) < 1e-5
+    gradients = weights.from_flax(nnx.to_pure_dict(of_parameters))
+    for key, parameter in module.named_parameters():
+        assert rms_error(parameter.grad.numpy(), gradients[key].numpy()) < 1e-5, key
+    residual = torch.ones(2, 7, DIM)
+    torch.testing.assert_close(module(x, residual), out + 1)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "no_gate"])
+def test_weights_round_trip(name):
+    """The bias too, which is a buffer and an ExpertBias."""
+    module, flax = made(name)
+    state = weights.from_flax(flat_parameters(flax))
+    assert state.keys() == module.state_dict().keys()
+    assert all(torch.equal(state[key], value) for key, value in module.state_dict().items())
+
+
+def test_the_bias_moves_as_in_flax():
+    module, flax = made("sigmoid")
+    load = np.array([0, 1, 2, 3, 4], np.int32)
+    module.update_bias(torch.from_numpy(load), 0.5)
+    flax.update_bias(jnp.asarray(load), 0.5)
+    np.testing.assert_allclose(module.expert_bias.numpy(), flax.expert_bias[...], atol=1e-7)
+
+
+def test_autocast_and_bfloat16():
+    module, _ = made("softmax")
+    want = module(torch.from_numpy(X))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = module(torch.from_numpy(X))
+    assert got.dtype == torch.float32
+    assert rms_error(got.detach().numpy(), want.detach().numpy()) < 0.02
+    half = bridge.nn.MixtureOfExperts(DIM, WIDTH, EXPERTS, 2, dtype=torch.bfloat16)
+    assert {name: x.dtype for name, x in half.named_parameters()}["router"] == torch.float32
+    assert half(torch.from_numpy(X).bfloat16()).dtype == torch.bfloat16
+
+
+ERRORS = {
+    "dim": ({"model_dim": 0}, ValueError, "model_dim: got 0, want a positive one"),
+    "each": ({"experts_per_token": 6}, ValueError, "experts_per_token: got 6, want at most num_experts=5"),
+    "scores": ({"scores": "tanh"}, ValueError, "scores: got 'tanh', want"),
+    "scale": ({"weight_scale": 0.0}, ValueError, "weight_scale: got 0.0, want a positive"),
+    "gated": ({"gated": 1}, TypeError, "gated: got 1, want a bool"),
+    "shared": ({"shared_experts": 1, "gated": False}, ValueError, "shared_experts: got 1 with gated=False"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_arguments_are_named(name):
+    options, error, message = ERRORS[name]
+    given = {"model_dim": DIM, "mlp_dim": WIDTH, "num_experts": EXPERTS, "experts_per_token": 2} | options
+    with pytest.raises(error, match=message):
+        bridge.nn.MixtureOfExperts(**given)
+
+
+def test_bad_inputs_are_named():
+    module, _ = made("softmax")
+    with pytest.raises(ValueError, match=r"x: got torch.float32 \(3, 5\), want floats"):
+        module(torch.ones(3, 5))
+    with pytest.raises(ValueError, match="balance_bias: got False"):
+        module.update_bias(torch.ones(EXPERTS))
+    config = models.TransformerConfig(8, 4, 1, 1, experts={"num_experts": 2})
+    with pytest.raises(ValueError, match="config: got experts, want None"):
+        bridge.nn.Transformer(config)
+
+
+def test_compiles_as_one_graph_and_copies():
+    module, _ = made("sigmoid")
+    x = torch.from_numpy(X)
+    want = module(x)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), want)
+    part = torch.nn.Sequential(module)
+    torch.testing.assert_close(torch.fx.symbolic_trace(part)(x), want)
+    torch.testing.assert_close(copy.deepcopy(module)(x), want)
+    assert module(torch.zeros(0, DIM)).shape == (0, DIM)
+    assert module(torch.zeros(DIM)).shape == (DIM,)

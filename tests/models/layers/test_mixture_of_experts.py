@@ -1,0 +1,254 @@
+"""MixtureOfExperts against a dense float64 form that runs every expert on every token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_kernels.models import GatedMLP, MixtureOfExperts
+from jax_kernels.models.layers.routing import Routing, route
+from jax_kernels.testing import rms_error
+from tests.support.oracles.experts import dense_experts
+
+DIM, WIDTH, EXPERTS, EACH = 24, 40, 6, 2
+X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 11, DIM)), jnp.float32)
+CASES = {
+    "softmax": {},
+    "sigmoid": {"scores": "sigmoid", "weight_scale": 2.5, "balance_bias": True},
+    "raw_weights": {"renormalize": False},
+    "no_gate": {"gated": False, "activation": "relu"},
+    "shared": {"shared_experts": 2},
+    "one_each": {"experts_per_token": 1, "renormalize": False},
+    "all_experts": {"experts_per_token": EXPERTS},
+    "one_expert": {"num_experts": 1, "experts_per_token": 1, "renormalize": False},
+}
+
+
+def made(**changes):
+    options = {"num_experts": EXPERTS, "experts_per_token": EACH} | changes
+    module = MixtureOfExperts(DIM, WIDTH, **options, rngs=nnx.Rngs(0))
+    if module.expert_bias is not None:
+        module.expert_bias[...] = jnp.linspace(-0.3, 0.3, module.num_experts)
+    return module
+
+
+def weighted(out, loss):
+    """One number that depends on all results."""
+    return (jnp.sin(out) * jnp.arange(1, out.size + 1).reshape(out.shape) / out.size).sum() + 3 * loss
+
+
+def flat(state):
+    return {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(state)}
+
+
+def check_against_dense(module, x, rtol=2e-6):
+    """The result, the balance loss, and the gradients of x and of all parameters."""
+    loss = lambda module, x: weighted(*(lambda out, of: (out, of.balance_loss))(*module.with_routing(x)))
+    out, routing = nnx.jit(lambda module, x: module.with_routing(x))(module, x)
+    got_parameters, got_x = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(module, x)
+    with jax.enable_x64(True):
+        p = {name: jnp.asarray(np.asarray(y), jnp.float64) for name, y in flat(nnx.state(module, nnx.Param)).items()}
+        wide = jnp.asarray(np.asarray(x), jnp.float64)
+        want, balance = dense_experts(module, p, wide.reshape(-1, DIM))
+        of = lambda p, x: weighted(
+            *(lambda out, loss: (out.reshape(x.shape), loss))(*dense_experts(module, p, x.reshape(-1, DIM)))
+        )
+        want_parameters, want_x = jax.grad(of, (0, 1))(p, wide)
+    assert rms_error(np.asarray(out).reshape(want.shape), np.asarray(want)) < rtol
+    np.testing.assert_allclose(routing.balance_loss, balance, rtol=1e-5)
+    assert rms_error(np.asarray(got_x), np.asarray(want_x)) < 10 * rtol
+    got = flat(got_parameters)
+    assert got.keys() == want_parameters.keys()
+    for name, gradient in want_parameters.items():
+        size = np.abs(np.asarray(gradient)).max()
+        np.testing.assert_allclose(np.asarray(got[name]), gradient, atol=30 * rtol * max(size, 1e-3), err_msg=name)
+    return routing
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_every_expert_on_every_token(name):
+    module = made(**CASES[name])
+    routing = check_against_dense(module, X)
+    assert int(routing.load.sum()) == 33 * module.experts_per_token
+
+
+def test_no_token_is_dropped_from_a_full_expert():
+    """All tokens choose the same two experts; the others have no token, and a gradient of 0 in their matrices."""
+    module = made(balance_bias=True)
+    loads = [33, 0, 33, 0, 0, 0]
+    module.expert_bias[...] = jnp.zeros(EXPERTS).at[jnp.array([0, 2])].set(9.0)
+    assert check_against_dense(module, X).load.tolist() == loads
+    gradient = nnx.grad(lambda module: module(X).sum())(module)
+    is_moving = [bool(np.asarray(gradient["up_proj"][...][e]).any()) for e in range(EXPERTS)]
+    assert is_moving == [load > 0 for load in loads]
+
+
+def test_ties_take_the_first_experts():
+    module = made()
+    module.router[...] = jnp.zeros_like(module.router[...])
+    routing = check_against_dense(module, X)
+    assert routing.load.tolist() == [33, 33, 0, 0, 0, 0]
+    np.testing.assert_allclose(routing.balance_loss, 1.0, rtol=1e-6)
+
+
+def test_a_token_depends_on_no_other():
+    module = made()
+    bad = X.at[1, 4].set(jnp.nan)
+    out, want = module(bad), module(X)
+    assert np.isnan(out[1, 4]).all()
+    keep = np.ones((3, 11), bool)
+    keep[1, 4] = False
+    np.testing.assert_array_equal(out[keep], want[keep])
+
+
+def test_the_router_is_in_float32():
+    """Two logits that bfloat16 cannot tell apart: the choice goes by the difference."""
+    x = jnp.ones((1, DIM), jnp.bfloat16)
+    module = made(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, experts_per_token=1)
+    kernel = np.zeros((DIM, EXPERTS), np.float32)
+    kernel[0], kernel[0, 3] = 1.0, 1.0 + 1e-4
+    module.router[...] = jnp.asarray(kernel)
+    assert module.router.dtype == jnp.float32
+    out, routing = module.with_routing(x)
+    assert out.dtype == jnp.bfloat16
+    assert routing.load.tolist() == [0, 0, 0, 1, 0, 0]
+
+
+def test_bfloat16_is_near_float32():
+    module, exact = made(dtype=jnp.bfloat16, shared_experts=1), made(shared_experts=1)
+    x = X.astype(jnp.bfloat16)
+    loss = lambda module, x: jnp.sin(module(x).astype(jnp.float32)).sum()
+    got, want = (nnx.grad(loss, argnums=(0, 1))(m, y) for m, y in ((module, x), (exact, x.astype(jnp.float32))))
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert rms_error(np.asarray(a, np.float32), np.asarray(b, np.float32)) < 0.03
+
+
+def test_residual_shapes_and_one_expert():
+    """One expert without renormalisation has the weight 1, and is a GatedMLP."""
+    module, mlp = made(**CASES["one_expert"]), GatedMLP(DIM, WIDTH, rngs=nnx.Rngs(0))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(mlp, name).kernel[...] = getattr(module, name)[...][0]
+    for shape in ((DIM,), (5, DIM), (2, 3, 4, DIM), (0, DIM)):
+        x = jnp.linspace(-1, 1, int(np.prod(shape))).reshape(shape)
+        np.testing.assert_allclose(module(x, residual=x), mlp(x) + x, atol=2e-6)
+
+
+def test_residual_keeps_its_dtype():
+    """As in a GatedMLP: a module with a dtype of its own casts the residual, another one promotes the result."""
+    x, residual = X.astype(jnp.bfloat16), X + 2**-12
+    module = made(param_dtype=jnp.bfloat16)
+    out = module(x, residual=residual)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out - residual, module(x).astype(jnp.float32), atol=0.02)
+    assert made(dtype=jnp.bfloat16)(x, residual=residual).dtype == jnp.bfloat16
+
+
+@pytest.mark.slow
+def test_second_derivatives_and_forward_mode():
+    module = made(num_experts=3)
+    graphdef, state = nnx.split(module)
+    f = lambda x: jnp.sin(nnx.merge(graphdef, state)(x)).sum()
+    x, direction = X[0, :2], jnp.ones((2, DIM))
+    pushed = jax.jvp(f, (x,), (direction,))[1]
+    np.testing.assert_allclose(pushed, (jax.grad(f)(x) * direction).sum(), rtol=1e-4)
+    moved = jax.jvp(jax.grad(f), (x,), (direction,))[1]
+    np.testing.assert_allclose((moved * direction).sum(), jax.hessian(lambda t: f(x + t * direction))(0.0), rtol=1e-3)
+
+
+def test_balance_loss_is_between_1_and_the_number_of_experts():
+    alone = jnp.array([0, 8, 0, 0])
+    even = jnp.full(4, 2)
+    loss = lambda load: float(Routing(load=load, probability=load.astype(jnp.float32)).balance_loss)
+    assert (loss(alone), loss(even), loss(0 * even)) == (4.0, 1.0, 0.0)
+    both = Routing(load=jnp.stack([alone, even]), probability=jnp.stack([alone, even]).astype(jnp.float32))
+    np.testing.assert_array_equal(both.balance_loss, [4, 1])
+    np.testing.assert_array_equal(both.largest_load, [4, 1])
+
+
+def test_the_balance_loss_evens_the_load():
+    module = made(experts_per_token=1)
+    x = jax.random.normal(jax.random.key(0), (512, DIM)) + 1.0
+    step = nnx.jit(nnx.value_and_grad(lambda module: module.with_routing(x)[1].balance_loss))
+    losses = []
+    for _ in range(60):
+        loss, gradient = step(module)
+        losses.append(float(loss))
+        module.router[...] -= 0.1 * gradient["router"][...]
+    assert losses[0] > 1.2
+    assert losses[-1] < 1.0 + (losses[0] - 1) / 4
+
+
+def test_the_bias_evens_the_load_without_a_loss():
+    module = made(balance_bias=True, scores="sigmoid")
+    module.expert_bias[...] = jnp.zeros(EXPERTS)
+    x = jax.random.normal(jax.random.key(0), (512, DIM)) + 1.0
+    step = nnx.jit(lambda module: module.with_routing(x)[1])
+    first = step(module)
+    for _ in range(150):
+        module.update_bias(step(module).load, rate=5e-3)
+    assert float(first.largest_load) > 1.5
+    assert float(step(module).largest_load) < 1.1
+
+
+def test_the_bias_moves_by_the_sign():
+    module = made(balance_bias=True)
+    before = np.asarray(module.expert_bias[...])
+    module.update_bias(jnp.array([0, 1, 2, 2, 3, 4]), rate=0.25)
+    np.testing.assert_allclose(module.expert_bias[...] - before, [0.25, 0.25, 0, 0, -0.25, -0.25], atol=1e-6)
+
+
+def test_weights_of_tiny_scores():
+    """Sigmoids that underflow to 0 give weights of 0, not NaN."""
+    kernel = jnp.full((DIM, 4), -100.0)
+    given = {"count": 2, "scores": "sigmoid", "renormalize": True, "scale": 1.0}
+    weights, experts, routing = route(jnp.ones((1, DIM)), kernel, None, **given)
+    assert weights.tolist() == [[0, 0]]
+    assert experts.tolist() == [[0, 1]]
+    assert np.isfinite(routing.balance_loss)
+
+
+ERRORS = {
+    "dim": ({"model_dim": -1}, ValueError, "model_dim: got -1, want 0 or more"),
+    "experts": ({"num_experts": 0}, ValueError, "num_experts: got 0, want 1 or more"),
+    "each": ({"experts_per_token": 7}, ValueError, "experts_per_token: got 7, want 1 to 6"),
+    "scores": ({"scores": "tanh"}, ValueError, "scores='tanh' must be 'softmax' or 'sigmoid'"),
+    "gated": ({"gated": 1}, TypeError, "gated: got int, want a bool"),
+    "scale": ({"weight_scale": 0}, ValueError, "weight_scale=0 must be positive"),
+    "shared": ({"shared_experts": 1, "gated": False}, ValueError, "shared_experts: got 1 with gated=False, want 0"),
+    "activation": ({"activation": None}, TypeError, "activation: got None, want a name"),
+    "rules": ({"rules": {}}, TypeError, "rules: got dict, want ShardingRules"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_arguments_are_named(name):
+    options, error, message = ERRORS[name]
+    given = {"model_dim": DIM, "mlp_dim": WIDTH, "num_experts": EXPERTS, "experts_per_token": EACH} | options
+    with pytest.raises(error, match=message):
+        MixtureOfExperts(**given, rngs=nnx.Rngs(0))
+
+
+def test_bad_inputs_are_named():
+    module = made()
+    with pytest.raises(ValueError, match=r"x: got float32 \(3, 5\), want floats \[..., model_dim\] = \[..., 24\]"):
+        module(jnp.ones((3, 5)))
+    with pytest.raises(ValueError, match="balance_bias: got False, want True"):
+        module.update_bias(jnp.ones(EXPERTS))
+    with pytest.raises(ValueError, match=r"load: got shape \(3,\), want \[num_experts\] = \(6,\)"):
+        made(balance_bias=True).update_bias(jnp.ones(3))
+
+
+def test_group_sizes_stay_on_the_device():
+    """One program serves all loads: a second call, with another load, compiles nothing."""
+    module, traces = made(balance_bias=True), []
+
+    @nnx.jit
+    def call(module, x):
+        traces.append(x.shape)
+        return module(x)
+
+    call(module, X)
+    module.expert_bias[...] = jnp.arange(EXPERTS, dtype=jnp.float32)
+    call(module, X)
+    assert len(traces) == 1
