@@ -39,6 +39,11 @@ CASES = {
     "gated": (lambda x, w, **o: jk.gated_matmul(x, w, w, **o), ["b, 32", "32, 16"], "m"),
     "grouped": (lambda x, w, **o: jk.grouped_matmul(x, w[None], jnp.ones(1, int), **o), ["b, 32", "32, 16"], "m"),
     "mlp": (lambda x, w, **o: jk.mlp(x, w, w.T, **o), ["b, 32", "32, 16"], "m"),
+    "loss": (lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), **o), ["b, 32", "32, 16"], "tokens"),
+    "mean_loss": (
+        lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), reduction="mean", **o), ["b, 32", "32, 32"],
+        "tokens",
+    ),
     "rms_norm": (jk.rms_norm, ["b, 4, 32", "32"], "rows"),
     "layer_norm": (jk.layer_norm, ["b, 32", "32"], "rows"),
 }
@@ -46,6 +51,7 @@ CASES = {
 
 KERNELS = [(name, kernel) for name in CASES for kernel in ("mosaic_gpu", "triton")]
 KERNELS.remove(("grouped", "mosaic_gpu"))
+KERNELS = [(name, kernel) for name, kernel in KERNELS if "loss" not in name]
 
 
 def structs(shapes):

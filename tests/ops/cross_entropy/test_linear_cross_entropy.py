@@ -100,7 +100,7 @@ def shapes_of(jaxpr):
     """The (shape, dtype) of each array that a jaxpr makes, also inside loops."""
     for equation in jaxpr.eqns:
         yield from ((tuple(x.aval.shape), x.aval.dtype) for x in equation.outvars if hasattr(x.aval, "shape"))
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from shapes_of(inner)
 
 
@@ -134,7 +134,7 @@ def test_padding_of_any_kind():
     """Targets below 0 and ignore_index do not count, also with an ignore_index outside the vocabulary."""
     want = linear_cross_entropy(X, W, TARGETS, reduction="mean")
     for index, dtype in ((-100, np.int64), (255, np.uint8), (VOCABULARY + 1, np.int32), (2**40, np.int64)):
-        targets = np.where(TARGETS < 0, index, TARGETS).astype(dtype)
+        targets = np.where(TARGETS < 0, index, np.asarray(TARGETS, np.int64)).astype(dtype)
         np.testing.assert_array_equal(linear_cross_entropy(X, W, targets, ignore_index=index, reduction="mean"), want)
     losses = linear_cross_entropy(X, W, TARGETS, ignore_index=int(TARGETS[0, 1]))
     np.testing.assert_array_equal(losses == 0, (TARGETS < 0) | (TARGETS == TARGETS[0, 1]))
