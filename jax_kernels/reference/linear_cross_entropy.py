@@ -34,8 +34,7 @@ def losses_of(found: Statistics, targets: jax.Array, options: LossOptions, vocab
 
 def statistics(inputs: LossInputs, options: LossOptions) -> Statistics:
     """The Statistics of each token, online over chunks of the vocabulary."""
-    x, rows, targets = inputs
-    vocabulary = rows.shape[0]
+    vocabulary, targets = inputs.rows.shape[0], inputs.targets
 
     def one(carry: Any, of_chunk: Any) -> Any:
         largest, total, chosen, summed = carry
@@ -94,8 +93,8 @@ def losses_and_gradients(
     if not all(isinstance(n, int) for n in (*x.shape, rows.shape[0])):
         found = statistics(inputs, options)
         losses = losses_of(found, targets, options, rows.shape[0])
-        exact = [y.astype(dtype) for y, dtype in zip(gradients(inputs, found.lse, cotangent, options), dtypes)]
-        return losses, *(y if is_wanted else None for y, is_wanted in zip(exact, wanted, strict=True))
+        exact = zip(gradients(inputs, found.lse, cotangent, options), dtypes, wanted, strict=True)
+        return losses, *(y.astype(dtype) if is_wanted else None for y, dtype, is_wanted in exact)
     counts = _tile_counts(targets.shape, rows.shape[0])
     cotangent, scale = _in_range(inputs, cotangent)
     rounded, ids = rows.astype(x.dtype), lax.iota(jnp.int32, rows.shape[0])

@@ -1,4 +1,4 @@
-"""The cases of linear_cross_entropy that tests and `jax-kernels check` share, their definition in float64, and bounds."""
+"""The cases of linear_cross_entropy for tests and `jax-kernels check`, their definition in float64, and bounds."""
 
 import dataclasses
 import functools
@@ -160,7 +160,7 @@ def _bound(case: Case, name: str, dtype: Any, right: np.ndarray) -> float:
     if name not in ("dx", "dw"):
         return exact * (math.sqrt(math.prod(case.tokens)) if case.reduction == "sum" else 1)
     of_inputs = 0.0 if case.dtype == "float32" else float(jnp.finfo(case.dtype).eps)
-    roundings = 0.6 if case.reduction == "none" else 1.2  # a reduced loss's gradients are rounded, multiplied and rounded
+    roundings = 0.6 if case.reduction == "none" else 1.2  # the gradients of a reduced loss are rounded twice
     return float((roundings * float(jnp.finfo(dtype).eps) + of_inputs) * scale + exact)
 
 

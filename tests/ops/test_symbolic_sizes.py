@@ -41,7 +41,8 @@ CASES = {
     "mlp": (lambda x, w, **o: jk.mlp(x, w, w.T, **o), ["b, 32", "32, 16"], "m"),
     "loss": (lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), **o), ["b, 32", "32, 16"], "tokens"),
     "mean_loss": (
-        lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), reduction="mean", **o), ["b, 32", "32, 32"],
+        lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), reduction="mean", **o),
+        ["b, 32", "32, 32"],
         "tokens",
     ),
     "rms_norm": (jk.rms_norm, ["b, 4, 32", "32"], "rows"),

@@ -1,7 +1,7 @@
 """linear_cross_entropy's request, and its implementations."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.ops.planned_op import PlannedOp

@@ -1,6 +1,5 @@
 """linear_cross_entropy: the loss of a language model's head, without the logits of all tokens."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

@@ -132,7 +132,7 @@ def test_causal_lm_loss(kind):
 
 def test_causal_lm_loss_refuses_other_models():
     labels = torch.ones(1, 4, dtype=torch.int64)
-    with pytest.raises(TypeError, match="model: got Linear, want a transformers.PreTrainedModel"):
+    with pytest.raises(TypeError, match=r"model: got Linear, want a transformers\.PreTrainedModel"):
         huggingface.causal_lm_loss(torch.nn.Linear(2, 2), labels)
     with pytest.raises(NotImplementedError, match="model: got a GraniteForCausalLM, want a causal language model"):
         huggingface.causal_lm_loss(model_of("Granite"), labels, input_ids=labels)
