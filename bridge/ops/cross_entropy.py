@@ -45,8 +45,8 @@ def linear_cross_entropy(
         The mean of no token is 0, where PyTorch's is NaN.
       transpose_w: whether w is [V, D].
       softcap, label_smoothing, z_loss: as in jax_kernels.linear_cross_entropy.
-      ignore_index: the id of targets that do not count, besides ids below 0.
-      implementation: "xla"; None picks the device's first that supports the call.
+      ignore_index: the id of further targets that do not count.
+      implementation: "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       float32 [...], or a scalar with reduction="mean" or "sum".

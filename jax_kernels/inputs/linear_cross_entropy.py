@@ -41,7 +41,7 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the logits and the gradient of the weights are sharded. Here XLA decides; `models` derives from it."""
+    """The sharding of the logits and of the gradient of the weights. Here XLA decides; `models` derives from it."""
 
     def rows(self, rows: jax.Array) -> jax.Array:
         """The chunks of the weights [count, V / count, D], with their sharding."""

@@ -14,10 +14,10 @@ from jax import lax
 from jax_kernels.inputs.linear_cross_entropy import LossInputs, LossOptions, Statistics, product
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
-__all__ = ["gradients", "losses_and_gradients", "losses_of", "statistics"]
+__all__ = ["counted", "gradients", "in_range", "losses_and_gradients", "losses_of", "statistics"]
 
-# Bytes of float32 logits in memory at once. Not measured. More bytes need fewer tiles of tokens, each of which reads
-# and writes the float32 gradient of the weights.
+# Bytes of float32 logits in memory at once. Not measured. Each tile of tokens reads and
+# writes the float32 gradient of the weights, so larger tiles have less traffic.
 LOGITS_BYTES = 2**29
 # Vocabulary entries of a chunk: fewer leave tensor cores idle. With symbolic sizes a chunk has 4096 entries.
 LEAST_CHUNK, SYMBOLIC_CHUNK = 512, 4096
@@ -62,7 +62,7 @@ def gradients(inputs: LossInputs, lse: jax.Array, cotangent: jax.Array, options:
     by the largest of them, as float16 has a small range.
     """
     x, rows, _ = inputs
-    layout, (cotangent, scale) = options.layout, _in_range(inputs, cotangent)
+    layout, (cotangent, scale) = options.layout, in_range(inputs, cotangent)
     wide = jnp.float32 if x.dtype == jnp.float16 else rows.dtype
 
     def one(dx: Any, of_chunk: Any) -> Any:
@@ -94,9 +94,10 @@ def losses_and_gradients(
         found = statistics(inputs, options)
         losses = losses_of(found, targets, options, rows.shape[0])
         exact = zip(gradients(inputs, found.lse, cotangent, options), dtypes, wanted, strict=True)
-        return losses, *(y.astype(dtype) if is_wanted else None for y, dtype, is_wanted in exact)
+        dx, drows = (y.astype(dtype) if is_wanted else None for y, dtype, is_wanted in exact)
+        return losses, dx, drows
     counts = _tile_counts(targets.shape, rows.shape[0])
-    cotangent, scale = _in_range(inputs, cotangent)
+    cotangent, scale = in_range(inputs, cotangent)
     rounded, ids = rows.astype(x.dtype), lax.iota(jnp.int32, rows.shape[0])
 
     def one(total: Any, tile: Any) -> Any:
@@ -178,19 +179,19 @@ def _dlogits(
     if options.softcap is not None:
         capped = jnp.where(ids < vocabulary, logits, 0) / options.softcap
         share = share * (1 - jnp.square(capped))
-    return (share * _counted(inputs, cotangent)[..., None]).astype(inputs.x.dtype)
+    return (share * counted(inputs, cotangent)[..., None]).astype(inputs.x.dtype)
 
 
-def _counted(inputs: LossInputs, cotangent: jax.Array) -> jax.Array:
+def counted(inputs: LossInputs, cotangent: jax.Array) -> jax.Array:
     """The cotangents of the losses, 0 for tokens that do not count and for targets outside the vocabulary."""
     return jnp.where((inputs.targets >= 0) & (inputs.targets < inputs.rows.shape[0]), cotangent, 0)
 
 
-def _in_range(inputs: LossInputs, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def in_range(inputs: LossInputs, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """(cotangent / scale, scale): with float16 arrays the largest cotangent becomes 1; otherwise scale is None."""
     if inputs.x.dtype != jnp.float16:
         return cotangent, None
-    largest = lax.stop_gradient(jnp.abs(_counted(inputs, cotangent)).max(initial=0))
+    largest = lax.stop_gradient(jnp.abs(counted(inputs, cotangent)).max(initial=0))
     scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     return cotangent / scale, scale
 

@@ -14,7 +14,7 @@ from jax_kernels.testing import largest_error
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
 
-__all__ = ["CASES", "ERROR", "LONG", "QUICK", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
+__all__ = ["CASES", "ERROR", "LONG", "QUICK", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +105,12 @@ class Case:
         losses = lse[..., 0] - (logits * wanted).sum(-1) + self.z_loss * lse[..., 0] ** 2
         losses = np.where(counts, losses, 0)
         dlosses = np.exp(logits - lse) * (1 + 2 * self.z_loss * lse) - wanted
-        weights = np.ones(self.tokens)
+        weights: Any = np.ones(self.tokens)
         if self.weights:
             weights = np.asarray(arrays["weights"]).astype(np.float64)
         weights, dout = np.where(counts, weights, 0), np.asarray(cotangent, np.float64)
         total = (weights.sum() or 1.0) if self.reduction == "mean" else 1.0
-        loss = losses * weights
+        loss: Any = losses * weights
         loss = loss if self.reduction == "none" else loss.sum() / total
         dlogits = dlosses * (weights * dout / total)[..., None]
         dlogits = dlogits if self.softcap is None else dlogits * (1 - (logits / self.softcap) ** 2)
@@ -181,6 +181,12 @@ CASES = {
     "peaked": Case((23,), 32, 41, scale=30.0, dtype="float32"),
     "one_entry": Case((5,), 8, 1, dtype="float32", reduction="mean"),
 }
+# Sizes next to the blocks of the Triton kernels.
+TRITON = {name: case for name, case in CASES.items() if case.dtype != "float32"} | {
+    "one_short": Case((127,), 63, 255, weights="float32", label_smoothing=0.1),
+    "one_more": Case((3, 43), 65, 257, reduction="mean", z_loss=1e-3, transpose_w=True),
+    "capped": Case((130,), 64, 384, dtype="float16", softcap=1.5, reduction="sum", label_smoothing=0.3),
+}
 # For a GPU: several chunks and tiles.
 LONG = {
     "many": Case((4, 1024), 1024, 50257, reduction="mean", transpose_w=True),
@@ -193,7 +199,7 @@ QUICK = ("plain", "mean", "sum", "softcap", "float16_mean", "float32")
 TYPICAL = {
     "linear_cross_entropy": TypicalCall(
         linear_cross_entropy,
-        implementations=("xla",),
+        implementations=("triton", "xla"),
         shapes=((LENGTH, 4096), (4096, 32768)),
         arguments={"targets": spec((LENGTH,), "int32")},
     ),

@@ -45,7 +45,8 @@ def linear_cross_entropy(
 
     With reduction="none" the backward computes the logits again, chunk by chunk of the vocabulary: four matmuls. With
     "mean" or "sum" a differentiated call computes the gradients in the forward, tile by tile of the tokens: three
-    matmuls, of which the forward keeps both gradients, and float32 sums of w's gradient while it runs.
+    matmuls. It keeps both gradients for the backward, and while it runs, w's gradient in float32. The Triton kernels
+    have four matmuls with each reduction.
 
     Args:
       x: [..., D], bfloat16, float16 or float32. Products of float32 arrays are exact.
@@ -60,8 +61,9 @@ def linear_cross_entropy(
       softcap: caps the logits smoothly to (-softcap, softcap); None for no cap.
       label_smoothing: from 0 to 1, the share of the target's probability that all ids have in equal parts.
       z_loss: the factor of lse**2, which keeps the logits from drifting.
-      ignore_index: the id of targets that do not count, besides ids below 0. It may be V or more.
-      implementation: "xla"; None picks the device's first that supports the call.
+      ignore_index: the id of further targets that do not count. It may be V or more.
+      implementation: "triton" or "xla"; None picks the device's first that supports the call. Only "xla" takes float32
+        x, and has derivatives in forward mode (jax.jvp) and second derivatives.
 
     Returns:
       float32 [...], or a scalar with reduction="mean" or "sum".
