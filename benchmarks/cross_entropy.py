@@ -41,7 +41,10 @@ type Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A loss of x [tokens, depth] and w [vocabulary, depth]. has_gradients: the call also returns those of x and w."""
+    """A loss of x [tokens, depth] and w [vocabulary, depth].
+
+    has_gradients: whether a call returns the gradients of x and w too.
+    """
 
     tokens: int
     depth: int
@@ -56,7 +59,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of the matmuls that no method can avoid: three with gradients, one without."""
+        """The FLOPs of the matmuls that no method can avoid: three with gradients, one without."""
         return 2 * self.tokens * self.depth * self.vocabulary * (3 if self.has_gradients else 1)
 
     def arrays(self) -> list[tuple[jax.Array, jax.Array, jax.Array]]:

@@ -89,8 +89,8 @@ def causal_lm_loss(
     The decoder runs as usual; linear_cross_entropy replaces the head and the loss.
 
     Args:
-      model: a transformers.PreTrainedModel whose logits are those of a linear head, capped by final_logit_softcapping
-        if the config has it: Gemma, Gemma 2, Llama, Mistral, OLMo, OLMo 2, Phi-3, Qwen2 or Qwen3.
+      model: a transformers.PreTrainedModel with a linear head. If the config has final_logit_softcapping, it caps the
+        logits. Supported are Gemma, Gemma 2, Llama, Mistral, OLMo, OLMo 2, Phi-3, Qwen2 and Qwen3.
       labels: integers [B, T]. The logits of a token predict the next token's label. Labels below 0, such as -100, do
         not count.
       num_items_in_batch: divides the sum of the losses, as in transformers; None for the number of labels that count.

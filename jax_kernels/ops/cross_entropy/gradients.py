@@ -97,7 +97,7 @@ def _losses_forward(call, inputs):
 def _losses_backward(call, residuals, cotangent):
     inputs, lse = residuals
     dx, drows = _gradients(call, inputs, lse, cotangent)
-    return (LossInputs(x=dx.astype(inputs.x.dtype), rows=drows.astype(inputs.rows.dtype), targets=None),)
+    return (inputs._replace(x=dx.astype(inputs.x.dtype), rows=drows.astype(inputs.rows.dtype), targets=None),)
 
 
 def _plain_sum(call: PlannedCall, inputs: LossInputs, factors: jax.Array) -> jax.Array:
@@ -129,8 +129,7 @@ def _sum_backward(call, residuals, cotangent):
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None
     times = lambda y, of: None if y is None else (y.astype(jnp.float32) * cotangent).astype(of.dtype)
-    found: Any = LossInputs(x=times(dx, inputs.x), rows=times(drows, inputs.rows), targets=None)  # type: ignore[arg-type]
-    return found, losses * cotangent
+    return inputs._replace(x=times(dx, inputs.x), rows=times(drows, inputs.rows), targets=None), losses * cotangent
 
 
 _losses = in_both_modes(_plain_losses, _losses_forward, _losses_backward)

@@ -209,11 +209,10 @@ def _statistics_kernel(traits: Traits, x: Ref, rows: Ref, targets: Ref, *results
     total = jnp.zeros((size,), jnp.float32)
     for part, z in parts:
         total = total + jnp.where(_columns(part) < traits.n, jnp.exp(z - largest[:, None]), 0.0).sum(axis=1)
-    exists, found = tile.rows.exists, (largest, total, summed)
     is_mine = (target >= tile.columns.start) & (target < jnp.minimum(tile.columns.start + tile.columns.size, traits.n))
     plgpu.store(results[2].at[tile.rows.slice], chosen, mask=is_mine)
-    for ref, values in zip((*results[:2], *results[3:]), found, strict=False):
-        plgpu.store(ref.at[j, tile.rows.slice], values, mask=exists)
+    for ref, values in zip((*results[:2], *results[3:]), (largest, total, summed), strict=False):
+        plgpu.store(ref.at[j, tile.rows.slice], values, mask=tile.rows.exists)
 
 
 def _cotangent_kernel(

@@ -1,4 +1,4 @@
-"""linear_cross_entropy on meshes of 8 CPU devices: its results, and its collectives, none of which has the logits."""
+"""linear_cross_entropy on meshes of 8 CPU devices: its results, and its collectives, without logits."""
 
 import json
 import sys

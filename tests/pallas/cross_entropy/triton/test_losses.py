@@ -35,7 +35,7 @@ def test_against_float64(name, interpreted):
 
 @pytest.mark.parametrize("name", ["one_more", "one_short"])
 def test_chunks(name, interpreted, monkeypatch):
-    """Of the vocabulary, in the backward: 255 entries in 3 or 5 equal chunks, 257 in 2 with padding."""
+    """The backward cuts 255 entries of the vocabulary into 3 equal chunks, and 257 into 3 with padding."""
     monkeypatch.setattr(losses, "COTANGENT_BYTES", 2**15)
     for result, (error, bound) in cases.errors_by(cases.TRITON[name], "triton").items():
         assert error <= bound, result
