@@ -70,10 +70,12 @@ class LossOptions:
     With z the logits x @ rows.T of a token, capped to softcap * tanh(z / softcap), its loss is
     lse(z) - (1 - label_smoothing) * z[target] - label_smoothing * mean(z) + z_loss * lse(z)**2.
 
-    chunk: the vocabulary entries whose logits are in memory at once; None for a size that depends on the tokens.
+    transpose_w: whether the caller's w is [V, D], as LossInputs.rows, and not [D, V]. chunk: the vocabulary entries
+    whose logits are in memory at once; None for a size that depends on the tokens.
     layout: the sharding of the logits.
     """
 
+    transpose_w: bool = False
     softcap: float | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
-from jax_kernels.inputs.linear_cross_entropy import Layout, LossInputs, LossOptions, product
+from jax_kernels.inputs.linear_cross_entropy import Layout, LossOptions, product
 from jax_kernels.models.parallel.sharding import UNCONSTRAINED, ShardingRules
 from jax_kernels.ops.cross_entropy.gradients import planned_losses
 from jax_kernels.ops.cross_entropy.targets import check_targets, usable_targets
@@ -81,12 +81,12 @@ def linear_cross_entropy(
         raise ValueError(f"chunk: got {chunk!r}, want a positive int")
     vocabulary = w.shape[0 if transpose_w else 1]
     check_targets(targets, vocabulary)
-    inputs = LossInputs(x=x, rows=w if transpose_w else w.T, targets=usable_targets(targets, vocabulary))
     layout = _ModelLayout.of(x, ShardingRules() if rules is None else rules)
-    options = LossOptions(chunk=chunk, layout=layout)
+    options = LossOptions(transpose_w=bool(transpose_w), chunk=chunk, layout=layout)
     # Inside shard_map the transpose of this cast sums the gradients of a replicated array over the devices.
-    inputs = as_varying(inputs, varying_axes(inputs))
-    return planned_losses(PlannedCall("xla", None, options, dispatch.interpreting()), inputs)
+    given = x, w, usable_targets(targets, vocabulary)
+    given = as_varying(given, varying_axes(given))
+    return planned_losses(PlannedCall("xla", None, options, dispatch.interpreting()), *given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
-from jax_kernels.inputs.linear_cross_entropy import LossInputs, LossOptions
+from jax_kernels.inputs.linear_cross_entropy import LossOptions
 from jax_kernels.masks.checks import is_int
 from jax_kernels.ops import checks
 from jax_kernels.ops.cross_entropy.implementations import LossRequest
@@ -23,9 +23,11 @@ REDUCTIONS = ("none", "mean", "sum")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckedLoss:
-    """The arrays of a checked call. weights: [...], or None."""
+    """The arrays of a checked call. targets: as in LossInputs. weights: [...], or None."""
 
-    inputs: LossInputs
+    x: jax.Array
+    w: jax.Array
+    targets: jax.Array
     weights: jax.Array | None
 
 
@@ -40,14 +42,10 @@ def check(
     checks.check_names(reduction=reduction, implementation=implementation)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: got {reduction!r}, want 'none', 'mean' or 'sum'")
-    options = _checked_options(softcap, label_smoothing, z_loss)
+    options = _checked_options(transpose_w, softcap, label_smoothing, z_loss)
     x, w = _checked_operands(x, w, transpose_w)
     depth, vocabulary = w.shape[::-1] if transpose_w else w.shape
     targets = _checked_targets(targets, x.shape[:-1], vocabulary, ignore_index)
-    rows = w
-    if not transpose_w:
-        rows = checks.reshaped(w, w.shape[::-1], w.dtype) if isinstance(w, jax.ShapeDtypeStruct) else w.T
-    inputs = LossInputs(x=x, rows=rows, targets=targets)
     weights = None if weights is None else _checked_weights(weights, x.shape[:-1])
     request = LossRequest(
         op="linear_cross_entropy",
@@ -59,10 +57,10 @@ def check(
         w_dtype=str(w.dtype),
         reduction=reduction,
     )
-    return request, CheckedLoss(inputs=inputs, weights=weights), options
+    return request, CheckedLoss(x=x, w=w, targets=targets, weights=weights), options
 
 
-def _checked_options(softcap: Any, label_smoothing: Any, z_loss: Any) -> LossOptions:
+def _checked_options(transpose_w: bool, softcap: Any, label_smoothing: Any, z_loss: Any) -> LossOptions:
     """The LossOptions of these numbers. Raises TypeError or ValueError."""
     checks.check_softcap(softcap)
     for name, value in {"label_smoothing": label_smoothing, "z_loss": z_loss}.items():
@@ -74,6 +72,7 @@ def _checked_options(softcap: Any, label_smoothing: Any, z_loss: Any) -> LossOpt
     if z_loss < 0:
         raise ValueError(f"z_loss: got {z_loss}, want a number of 0 or more")
     return LossOptions(
+        transpose_w=bool(transpose_w),
         softcap=None if softcap is None else float(softcap),
         label_smoothing=float(label_smoothing),
         z_loss=float(z_loss),

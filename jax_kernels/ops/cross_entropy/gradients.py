@@ -19,31 +19,39 @@ from jax_kernels.tracing.promotion import under_defaults
 __all__ = ["planned_losses", "planned_sum"]
 
 
-def planned_losses(call: PlannedCall, inputs: LossInputs) -> jax.Array:
-    """The loss of each token of a planned call, float32 [...], differentiable. The backward makes the logits again."""
-    if call.implementation == "xla":
-        return _losses(call, inputs)
-    flat, shape = _flat(inputs), inputs.targets.shape
-    return _losses_by_kernels(call, _reverse(flat)).reshape(shape)
+def planned_losses(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+    """The loss of each token of a planned call, float32 [...], differentiable. The backward makes the logits again.
 
-
-def planned_sum(call: PlannedCall, inputs: LossInputs, factors: jax.Array) -> jax.Array:
-    """The sum of factors * losses, float32. A differentiated call makes all gradients in the forward.
-
-    factors: float32 [...], 0 for tokens that do not count.
+    w: [D, V], or [V, D] with call.options.transpose_w; the backward keeps it as it is. targets: as in LossInputs.
     """
     if call.implementation == "xla":
-        return _sum(call, inputs, factors)
-    return _sum_by_kernels(call, *_reverse((_flat(inputs), factors.reshape(-1))))
+        return _losses(call, x, w, targets)
+    return _losses_by_kernels(call, *_flat(x, w, targets)).reshape(targets.shape)
 
 
-def _flat(inputs: LossInputs) -> LossInputs:
-    """The inputs with one axis of tokens, as kernels take them."""
-    return inputs._replace(x=inputs.x.reshape(-1, inputs.x.shape[-1]), targets=inputs.targets.reshape(-1))
+def planned_sum(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array, factors: jax.Array) -> jax.Array:
+    """The sum of factors * losses, float32. A differentiated call makes all gradients in the forward.
+
+    w, targets: as in planned_losses. factors: float32 [...], 0 for tokens that do not count.
+    """
+    if call.implementation == "xla":
+        return _sum(call, x, w, targets, factors)
+    return _sum_by_kernels(call, *_flat(x, w, targets, factors))
 
 
-def _reverse[Tree](tree: Tree) -> Tree:
-    return in_reverse_mode(tree, no_forward_mode("linear_cross_entropy"))
+def _flat(x: jax.Array, w: jax.Array, *of_tokens: jax.Array) -> list[jax.Array]:
+    """The arrays with one axis of tokens, as kernels take them. They have derivatives in reverse mode only."""
+    arrays = [x.reshape(-1, x.shape[-1]), w, *(y.reshape(-1) for y in of_tokens)]
+    return in_reverse_mode(arrays, no_forward_mode("linear_cross_entropy"))
+
+
+def _inputs(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> LossInputs:
+    return LossInputs(x=x, rows=w if call.options.transpose_w else w.T, targets=targets)
+
+
+def _of_w(call: PlannedCall, drows: jax.Array) -> jax.Array:
+    """The gradient of w, from the gradient of its rows."""
+    return drows if call.options.transpose_w else drows.T
 
 
 def _statistics(call: PlannedCall, inputs: LossInputs) -> Statistics:
@@ -83,53 +91,59 @@ def _losses_of(call: PlannedCall, inputs: LossInputs, found: Statistics) -> jax.
     return reference.losses_of(found, inputs.targets, call.options, inputs.rows.shape[0])
 
 
-def _plain_losses(call: PlannedCall, inputs: LossInputs) -> jax.Array:
+def _plain_losses(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+    inputs = _inputs(call, x, w, targets)
     return _losses_of(call, inputs, _statistics(call, inputs))
 
 
 @under_defaults
-def _losses_forward(call, inputs):
+def _losses_forward(call, x, w, targets):
+    inputs = _inputs(call, x, w, targets)
     found = _statistics(call, inputs)
-    return _losses_of(call, inputs, found), (inputs, found.lse)
+    return _losses_of(call, inputs, found), (x, w, targets, found.lse)
 
 
 @under_defaults
 def _losses_backward(call, residuals, cotangent):
-    inputs, lse = residuals
-    dx, drows = _gradients(call, inputs, lse, cotangent)
-    return (inputs._replace(x=dx.astype(inputs.x.dtype), rows=drows.astype(inputs.rows.dtype), targets=None),)
+    *arrays, lse = residuals
+    dx, drows = _gradients(call, _inputs(call, *arrays), lse, cotangent)
+    x, w, _ = arrays
+    return dx.astype(x.dtype), _of_w(call, drows).astype(w.dtype), None
 
 
-def _plain_sum(call: PlannedCall, inputs: LossInputs, factors: jax.Array) -> jax.Array:
-    return (_plain_losses(call, inputs) * factors).sum()
+def _plain_sum(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array, factors: jax.Array) -> jax.Array:
+    return (_plain_losses(call, x, w, targets) * factors).sum()
 
 
 @under_defaults
-def _sum_forward(call, inputs, factors):
-    """inputs, factors: trees of CustomVJPPrimal."""
-    wanted = inputs.x.perturbed, inputs.rows.perturbed
-    inputs, factors = jax.tree.map(lambda y: y.value, (inputs, factors))
+def _sum_forward(call, *arrays):
+    """arrays: CustomVJPPrimal of x, w, targets and factors."""
+    wanted = arrays[0].perturbed, arrays[1].perturbed
+    x, w, targets, factors = (y.value for y in arrays)
+    inputs = _inputs(call, x, w, targets)
     losses, dx, drows = reference.losses_and_gradients(inputs, factors, call.options, wanted)
-    return (losses * factors).sum(), (dx, drows, losses, inputs)
+    return (losses * factors).sum(), (dx, drows, losses, x, w)
 
 
 @under_defaults
-def _kernels_sum_forward(call, inputs, factors):
+def _kernels_sum_forward(call, x, w, targets, factors):
+    inputs = _inputs(call, x, w, targets)
     found = _statistics(call, inputs)
     losses = _losses_of(call, inputs, found)
     dx, drows = _gradients(call, inputs, found.lse, factors)
-    if inputs.x.dtype != jnp.float16:  # in float16 a later cotangent may bring the gradient into range
-        dx = dx.astype(inputs.x.dtype)
-    return (losses * factors).sum(), (dx, drows, losses, inputs)
+    if x.dtype != jnp.float16:  # in float16 a later cotangent may bring the gradient into range
+        dx = dx.astype(x.dtype)
+    return (losses * factors).sum(), (dx, drows, losses, x, w)
 
 
 @under_defaults
 def _sum_backward(call, residuals, cotangent):
-    dx, drows, losses, inputs = residuals
+    dx, drows, losses, x, w = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return None, None
-    times = lambda y, of: None if y is None else (y.astype(jnp.float32) * cotangent).astype(of.dtype)
-    return inputs._replace(x=times(dx, inputs.x), rows=times(drows, inputs.rows), targets=None), losses * cotangent
+        return None, None, None, None
+    times = lambda y, of: (y.astype(jnp.float32) * cotangent).astype(of.dtype)
+    dw = None if drows is None else _of_w(call, times(drows, w))
+    return None if dx is None else times(dx, x), dw, None, losses * cotangent
 
 
 _losses = in_both_modes(_plain_losses, _losses_forward, _losses_backward)

@@ -91,15 +91,17 @@ def linear_cross_entropy(
     )
     call = OP.call(request, options, implementation)
     # Inside shard_map the transpose of this cast sums the gradients of a replicated array over the devices.
-    inputs, weights = as_varying((arrays.inputs, arrays.weights), varying_axes(arrays.inputs, arrays.weights))
+    given = arrays.x, arrays.w, arrays.targets, arrays.weights
+    axes = varying_axes(given)
+    x, w, targets, weights = as_varying(given, axes)
     if reduction == "none":
-        losses = planned_losses(call, inputs)
+        losses = planned_losses(call, x, w, targets)
         return losses if weights is None else losses * weights.astype(jnp.float32)
-    factors = jnp.ones(inputs.targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    factors = jnp.where(inputs.targets >= 0, as_varying(factors, varying_axes(inputs)), 0)
+    factors = jnp.float32(1) if weights is None else weights.astype(jnp.float32)
+    factors = jnp.where(targets >= 0, factors, 0)
     if reduction == "mean":
         factors = factors / jnp.where((factors != 0).any(), factors.sum(), 1)
-    return planned_sum(call, inputs, factors)
+    return planned_sum(call, x, w, targets, as_varying(factors, axes))
 
 
 OP.explained_by(check)(linear_cross_entropy)
