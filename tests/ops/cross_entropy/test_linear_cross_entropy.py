@@ -130,6 +130,14 @@ def test_matmuls_of_a_differentiated_call(reduction, matmuls, small_tiles):
     assert frozen.count("dot_general") == (4 if reduction == "none" else 2)  # jit removes the fourth
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_no_transposed_copy_is_kept(reduction):
+    """Between forward and backward: w as it was given, and the gradient of w if the forward made it."""
+    _, vjp = jax.vjp(lambda x, w: ours(reduction)(x, w, WEIGHTS), X, W)
+    kept = [x.shape for x in jax.tree.leaves(vjp)].count((VOCABULARY, DEPTH))
+    assert kept == (1 if reduction == "mean" else 0)
+
+
 def test_padding_of_any_kind():
     """Targets below 0 and ignore_index do not count, also with an ignore_index outside the vocabulary."""
     want = linear_cross_entropy(X, W, TARGETS, reduction="mean")
