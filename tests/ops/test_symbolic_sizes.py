@@ -39,7 +39,7 @@ CASES = {
     "gated": (lambda x, w, **o: jk.gated_matmul(x, w, w, **o), ["b, 32", "32, 16"], "m"),
     "grouped": (lambda x, w, **o: jk.grouped_matmul(x, w[None], jnp.ones(1, int), **o), ["b, 32", "32, 16"], "m"),
     "mlp": (lambda x, w, **o: jk.mlp(x, w, w.T, **o), ["b, 32", "32, 16"], "m"),
-    "loss": (lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), **o), ["b, 32", "32, 16"], "tokens"),
+    "loss": (lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), **o), ["b, 32", "32, 32"], "tokens"),
     "mean_loss": (
         lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), reduction="mean", **o),
         ["b, 32", "32, 32"],
