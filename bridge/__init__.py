@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jax_kernels.bridge.ops.attention.masked_attention import block_sparse_attention as block_sparse_attention
     from jax_kernels.bridge.ops.attention.masked_attention import dynamic_mask_attention as dynamic_mask_attention
     from jax_kernels.bridge.ops.attention.prepare_mask import prepare_mask as prepare_mask
+    from jax_kernels.bridge.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from jax_kernels.bridge.ops.decoding.decode_attention import decode_attention as decode_attention
     from jax_kernels.bridge.ops.drop_in.flash_attn import flash_attn_func as flash_attn_func
     from jax_kernels.bridge.ops.drop_in.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
@@ -95,6 +96,7 @@ _MODULES = {
         "dynamic_mask_attention",
     ),
     "jax_kernels.bridge.ops.attention.prepare_mask": ("prepare_mask",),
+    "jax_kernels.bridge.ops.cross_entropy": ("linear_cross_entropy",),
     "jax_kernels.bridge.ops.decoding.decode_attention": ("decode_attention",),
     "jax_kernels.bridge.ops.drop_in.flash_attn": (
         "flash_attn_func",

@@ -1,4 +1,4 @@
-"""Hugging Face models with this library's attention: attn_implementation="jax_kernels".
+"""Hugging Face models with this library's attention, attn_implementation="jax_kernels", and its loss.
 
 The first call of a function imports transformers; importing this module does not.
 """
@@ -12,6 +12,7 @@ import torch
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
+from jax_kernels.bridge.ops.cross_entropy import linear_cross_entropy
 from jax_kernels.bridge.ops.decoding import cached_decoding
 from jax_kernels.bridge.ops.drop_in import fallback, heads_first
 from jax_kernels.bridge.ops.drop_in.sdpa import shared_axes
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 
     from jax_kernels.bridge.hf_cache import GrowingCache
 
-__all__ = ["NAME", "attention", "attention_mask", "growing_cache", "register", "replace_attention"]
+__all__ = ["NAME", "attention", "attention_mask", "causal_lm_loss", "growing_cache", "register", "replace_attention"]
 
 NAME = "jax_kernels"
 _NOT_GIVEN: Any = object()
+# The types of models whose logits are linear in the decoder's result, but for a softcap.
+_LINEAR_HEADS = ("gemma", "gemma2", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3")
 # Arguments that would change the attention, and that neither this library nor PyTorch's attention supports.
 _REFUSED = ("indices", "block_indices")
 
@@ -70,6 +73,57 @@ def replace_attention[Model: "PreTrainedModel"](model: Model) -> Model:
             f"model: got a {type(model).__name__}, whose attention does not go through transformers' AttentionInterface"
         )
     return model
+
+
+def causal_lm_loss(
+    model: "PreTrainedModel",
+    labels: torch.Tensor,
+    *,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    z_loss: float = 0.0,
+    **inputs: Any,
+) -> torch.Tensor:
+    """Returns the loss of a causal language model, model(labels=labels, **inputs).loss, without the logits of all
+    tokens.
+
+    The decoder runs as usual; linear_cross_entropy replaces the head and the loss.
+
+    Args:
+      model: a transformers.PreTrainedModel with a linear head. If the config has final_logit_softcapping, it caps the
+        logits. Supported are Gemma, Gemma 2, Llama, Mistral, OLMo, OLMo 2, Phi-3, Qwen2 and Qwen3.
+      labels: integers [B, T]. The logits of a token predict the next token's label. Labels below 0, such as -100, do
+        not count.
+      num_items_in_batch: divides the sum of the losses, as in transformers; None for the number of labels that count.
+      z_loss: as in bridge.linear_cross_entropy.
+      inputs: of the model, such as input_ids, attention_mask and position_ids.
+
+    Raises:
+      TypeError: model is no PreTrainedModel.
+      NotImplementedError: the model is of another type, or its head has a bias.
+    """
+    register()
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: got {type(model).__name__}, want a transformers.PreTrainedModel")
+    head = model.get_output_embeddings()
+    if model.config.model_type not in _LINEAR_HEADS or not isinstance(head, torch.nn.Linear):
+        want = ", ".join(_LINEAR_HEADS)
+        raise NotImplementedError(f"model: got a {type(model).__name__}, want a causal language model of type {want}")
+    if head.bias is not None:
+        raise NotImplementedError("model: got a head with a bias, want one without")
+    hidden = model.base_model(**inputs).last_hidden_state
+    targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].to(hidden.device)
+    loss = linear_cross_entropy(
+        hidden,
+        head.weight,
+        targets,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        transpose_w=True,
+        softcap=getattr(model.config, "final_logit_softcapping", None),
+        z_loss=z_loss,
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def growing_cache(model: "PreTrainedModel | PreTrainedConfig") -> "GrowingCache":

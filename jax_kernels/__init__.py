@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jax_kernels.ops.attention.flash_attention import flash_attention as flash_attention
     from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8 as flash_attention_fp8
     from jax_kernels.ops.attention.prepare_mask import prepare_mask as prepare_mask
+    from jax_kernels.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from jax_kernels.ops.dilated.dilated_attention import dilated_attention as dilated_attention
     from jax_kernels.ops.dilated.sequence_parallel import (
         sequence_parallel_dilated_attention as sequence_parallel_dilated_attention,
@@ -75,6 +76,7 @@ _MODULES = {
     "jax_kernels.ops.attention.flash_attention": ("flash_attention",),
     "jax_kernels.ops.attention.flash_attention_fp8": ("flash_attention_fp8",),
     "jax_kernels.ops.attention.prepare_mask": ("prepare_mask",),
+    "jax_kernels.ops.cross_entropy.linear_cross_entropy": ("linear_cross_entropy",),
     "jax_kernels.ops.dilated.dilated_attention": ("dilated_attention",),
     "jax_kernels.ops.dilated.sequence_parallel": ("sequence_parallel_dilated_attention",),
     "jax_kernels.ops.grouped.grouped_matmul": ("grouped_matmul",),

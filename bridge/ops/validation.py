@@ -50,8 +50,8 @@ def validate(
     else:
         kinds = [type(x) for x in inputs] if isinstance(inputs, list | tuple) else [type(inputs)]
         if not isinstance(inputs, list | tuple) or not all(issubclass(kind, torch.Tensor) for kind in kinds):
-            got = ", ".join(kind.__name__ for kind in kinds)
-            raise TypeError(f"inputs: got {got}, want a list or tuple of tensors, or the name of a size")
+            names = ", ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"inputs: got {names}, want a list or tuple of tensors, or the name of a size")
         given = list(inputs)
     truth = "the baseline in float64"
     of_baseline = _results(baseline, given, gradients)

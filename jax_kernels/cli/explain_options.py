@@ -278,6 +278,9 @@ OPTIONS: dict[str, Option] = {
     "grouped_matmul.bias": _flag("with a bias", lambda call: spec(_of_groups(call), call.first.dtype.name)),
     "grouped_matmul.precision": Option(help="fp32 or tf32, for float32; bf16 or fp16, for any dtype"),
     "mlp.precision": _PRODUCT_PRECISION,
+    # losses
+    "weights": _flag("with a weight for each token", lambda call: spec(call.first.shape[:-1], "float32")),
+    "reduction": Option(help="none, mean or sum"),
     # norms
     "layer_norm.scale": Option(help="with a scale", type=bool, is_array=True, value=_vector(_columns)),
     "rms_norm.scale": Option(help="with a scale", type=bool, is_array=True, value=_vector(_columns)),
@@ -289,6 +292,7 @@ OPTIONS: dict[str, Option] = {
 # Arguments that are no options, with the reason. Keys as in OPTIONS.
 NOT_OPTIONS = {
     "group_sizes": "--groups gives its length",
+    "targets": "of the rows of --shape",
     "ring_attention.mask": "a masks.Mask, which has no short text",
     "score_mod": "a function",
     "axis_name": "--devices gives the size of the axis",
@@ -413,6 +417,8 @@ def arrays_of(op: str, values: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct
         groups = values["groups"]
         found["w"] = spec((groups, *found["w"].shape), dtype)
         found["group_sizes"] = spec((groups,), "int32")
+    if "targets" in arguments:
+        found["targets"] = spec(shape[:-1], "int32")
     if "w_down" in arguments:
         found["w_down"] = weight(values["hidden"], values["columns"])
     return found

@@ -20,6 +20,7 @@ _ORDER = (
     "mlp",
     "grouped_matmul",
     "normalization",
+    "linear_cross_entropy",
 )
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jax_kernels import dispatch
+from jax_kernels.inputs.linear_cross_entropy import Layout, LossOptions, product
 from jax_kernels.models.parallel.sharding import UNCONSTRAINED, ShardingRules
-from jax_kernels.models.training.token_ids import check_targets, usable_targets
+from jax_kernels.ops.cross_entropy.gradients import planned_losses
+from jax_kernels.ops.cross_entropy.targets import check_targets, usable_targets
+from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.plain_numbers import plain
-from jax_kernels.tracing.derivatives import in_both_modes
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
 
@@ -41,8 +43,9 @@ def linear_cross_entropy(
         losses = logsumexp(logits, axis=-1) - take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         losses = where(targets >= 0, losses, 0)
 
-    Forward and backward loop over chunks of the vocabulary. The backward rematerialises the logits of a chunk. It
-    rounds their cotangents to x's dtype for its matmuls, and accumulates x's gradient in float32.
+    This is jax_kernels.linear_cross_entropy by "xla" with the shardings of a model. Forward and backward loop over
+    chunks of the vocabulary. The backward rematerialises the logits of a chunk. It rounds their cotangents to x's dtype
+    for its matmuls, and accumulates x's gradient in float32.
 
     Args:
       x: [..., D], bfloat16, float16 or float32.
@@ -76,86 +79,71 @@ def linear_cross_entropy(
     chunk, transpose_w = plain(chunk), plain(transpose_w)
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk: got {chunk!r}, want a positive int")
-    rows = w if transpose_w else w.T
-    vocabulary = rows.shape[0]
+    vocabulary = w.shape[0 if transpose_w else 1]
     check_targets(targets, vocabulary)
-    targets = usable_targets(targets, vocabulary)
-    count = -(-vocabulary // chunk)
+    layout = _ModelLayout.of(x, ShardingRules() if rules is None else rules)
+    options = LossOptions(transpose_w=bool(transpose_w), chunk=chunk, layout=layout)
     # Inside shard_map the transpose of this cast sums the gradients of a replicated array over the devices.
-    x, rows, targets = as_varying((x, rows, targets), varying_axes(x, rows, targets))
-    losses = _losses((count, ShardingRules() if rules is None else rules), x, rows, targets)
-    return jnp.where(targets < vocabulary, losses, jnp.nan)
-
-
-def _chunks(count: int, x: jax.Array, rows: jax.Array, rules: ShardingRules) -> tuple[jax.Array, jax.Array]:
-    """(rows, ids): the chunks of the vocabulary, rows [count, V / count, D] in x's dtype and their token ids [count, V
-    / count].
-
-    rows: [V, D], one row for each token id. A chunk takes every count-th row, so that each vocabulary shard has an
-    equal part of each chunk. V is rounded up to a multiple of count; ids of V or more mark the padding.
-    """
-    vocabulary, depth = rows.shape
-    rows = jnp.pad(rows.astype(x.dtype), ((0, -vocabulary % count), (0, 0)))
-    rows = rows.reshape(-1, count, depth).swapaxes(0, 1)
-    ids = jnp.arange(rows.shape[0] * rows.shape[1], dtype=jnp.int32).reshape(-1, count).T
-    return rules.constrain(rows, None, "vocab"), ids
-
-
-def _logits(x: jax.Array, rows: jax.Array, ids: jax.Array, vocabulary: int, rules: ShardingRules) -> jax.Array:
-    """The logits of one chunk of the vocabulary: float32 [..., V / count], -inf for padding.
-
-    x: [..., D]. rows: [V / count, D], the chunk's rows. ids: [V / count], their token ids; ids of `vocabulary` or more
-    are padding.
-    """
-    logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=jnp.float32)
-    names = ("batch", "tokens") if x.ndim == 3 else (None,) * (x.ndim - 1)
-    # The caller may shard an axis of x that the rules do not shard: its sharding is kept.
-    is_known = lambda name, length: name is not None and rules.devices(name, length)
-    outer = [name if is_known(name, n) else UNCONSTRAINED for name, n in zip(names, x.shape[:-1], strict=True)]
-    logits = rules.constrain(logits, *outer, "vocab")
-    return jnp.where(ids < vocabulary, logits, -jnp.inf)
+    given = x, w, usable_targets(targets, vocabulary)
+    given = as_varying(given, varying_axes(given))
+    return planned_losses(PlannedCall("xla", None, options, dispatch.interpreting()), *given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Devices:
-    """The mesh axes over which the gradient of w is summed after the loop over chunks, not within it.
+class _ModelLayout(Layout):
+    """The sharding of the logits by a model's rules. The gradient of w is summed over devices after the loop over
+    chunks, not within it: inside the loop each chunk would wait for its sum.
 
-    batch, tokens: the axes that shard the batch and the tokens of x [B, T, D], if they come before any axis that also
-    shards the width of w. sizes: the number of devices along `batch`, and along `tokens`. Along an axis that shards the
-    width, each device needs only its part of the sum, so each chunk's sum is sent at once, in parallel with the matmuls
-    of the next chunk. There are no such axes if x does not have three axes.
+    names: of the axes of the logits but the last, by the rules, or UNCONSTRAINED. batch, tokens: the mesh axes that
+    shard the batch and the tokens of x [B, T, D], if they come before any axis that also shards the width of w. sizes:
+    the number of devices along `batch`, and along `tokens`. Along an axis that shards the width, each device needs only
+    its part of the sum, so each chunk's sum is sent at once, in parallel with the matmuls of the next chunk. There are
+    no such axes if x does not have three axes.
     """
 
+    rules: ShardingRules
+    names: tuple[Any, ...]
     batch: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     sizes: tuple[int, int] = (1, 1)
 
     @classmethod
-    def of(cls, x: jax.Array, rules: ShardingRules) -> "_Devices":
-        """The _Devices for x [..., D] on the mesh of jax.set_mesh."""
+    def of(cls, x: jax.Array, rules: ShardingRules) -> "_ModelLayout":
+        """The layout for x [..., D] on the mesh of jax.set_mesh."""
         if x.ndim != 3:
-            return cls()
-        of_width = rules.devices("embed", x.shape[2])
+            return cls(rules=rules, names=(UNCONSTRAINED,) * (x.ndim - 1))
+        of_width, shapes = rules.devices("embed", x.shape[2]), dict(zip(("batch", "tokens"), x.shape, strict=False))
+        found = {name: rules.devices(name, length) for name, length in shapes.items()}
         outer = lambda axes: dict(itertools.takewhile(lambda axis: axis[0] not in of_width, axes.items()))
-        batch, tokens = (outer(rules.devices(name, n)) for name, n in (("batch", x.shape[0]), ("tokens", x.shape[1])))
-        sizes = math.prod(batch.values()), math.prod(tokens.values())
-        return cls(batch=tuple(batch), tokens=tuple(tokens), sizes=sizes)
+        batch, tokens = (outer(axes) for axes in found.values())
+        return cls(
+            rules=rules,
+            # The caller may shard an axis of x that the rules do not shard: its sharding is kept.
+            names=tuple(name if axes else UNCONSTRAINED for name, axes in found.items()),
+            batch=tuple(batch),
+            tokens=tuple(tokens),
+            sizes=(math.prod(batch.values()), math.prod(tokens.values())),
+        )
 
-    @property
-    def count(self) -> int:
-        """The number of partial sums: devices that shard the batch times devices that shard the tokens."""
-        return self.sizes[0] * self.sizes[1]
+    def rows(self, rows: jax.Array) -> jax.Array:
+        return self.rules.constrain(rows, None, "vocab")
 
-    def sums(self, dlogits: jax.Array, x: jax.Array) -> jax.Array:
-        """dlogits^T @ x, summed over each device's own tokens: float32 [batch devices, token devices, V, D].
+    def logits(self, logits: jax.Array) -> jax.Array:
+        return self.rules.constrain(logits, *self.names, "vocab")
 
-        Here V is the number of vocabulary entries of one chunk. dlogits: [..., V], cotangents of the chunk's logits.
-        x: [..., D]. The sum over the first two axes is the gradient of the chunk's rows of w.
+    def sums(self, dlogits: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+        """dlogits^T @ x, summed over each device's own tokens: [batch devices, token devices, V / count, D], float32 if
+        there are several of them.
         """
-        if self.count == 1:
-            outer = tuple(range(x.ndim - 1))
-            return jnp.tensordot(dlogits, x, (outer, outer), preferred_element_type=jnp.float32)[None, None]
-        return jnp.einsum("abcdv,abcdz->acvz", self._parts(dlogits), self._parts(x), preferred_element_type=jnp.float32)
+        if math.prod(self.sizes) == 1:
+            drows = product("...v,...d->vd", dlogits, x)[None, None]
+        else:
+            drows = product("abcdv,abcdz->acvz", self._parts(dlogits), self._parts(x))
+        drows = self.rules.constrain(drows, self.batch, self.tokens, "vocab", "embed")
+        return drows if math.prod(self.sizes) > 1 else drows.astype(dtype)
+
+    def total(self, sums: jax.Array, dtype: Any) -> jax.Array:
+        return self.rules.constrain(sums.sum((0, 1)).astype(dtype), "vocab", "embed")
 
     def _parts(self, x: jax.Array) -> jax.Array:
         """x [B, T, n] with its batch and tokens split by device: [batch devices, B / these, token devices, T / these,
@@ -163,60 +151,3 @@ class _Devices:
         """
         (of_batch, of_tokens), (batch, tokens, _) = self.sizes, x.shape
         return x.reshape(of_batch, batch // of_batch, of_tokens, tokens // of_tokens, x.shape[-1])
-
-
-@under_defaults
-def _forward(how: tuple[int, ShardingRules], x: jax.Array, rows: jax.Array, targets: jax.Array) -> Any:
-    """(cross-entropy of logits x @ rows.T and each target, residuals of the backward).
-
-    how: (number of chunks of rows, rules). x: [..., D]. rows: [V, D]. targets: integers [...]. The losses are float32
-    [...]; the logits are made for one chunk of rows at a time.
-    """
-    count, rules = how
-
-    def one(carry: Any, of_chunk: Any) -> Any:
-        largest, total, chosen = carry
-        logits = _logits(x, of_chunk[0], of_chunk[1], rows.shape[0], rules)
-        above = jnp.maximum(largest, logits.max(-1))
-        total = total * jnp.exp(largest - above) + jnp.exp(logits - above[..., None]).sum(-1)
-        is_target = of_chunk[1] == targets[..., None]
-        return (above, total, chosen + jnp.where(is_target, logits, 0).sum(-1)), None
-
-    full = lambda value: jnp.full(targets.shape, value, jnp.float32)
-    # The first maximum is finite: the difference of two infinite maxima is NaN.
-    start = as_varying((full(jnp.finfo(jnp.float32).min), full(0), full(0)), varying_axes(x, rows, targets))
-    (largest, total, chosen), _ = lax.scan(one, start, _chunks(count, x, rows, rules))
-    lse = largest + jnp.log(total)
-    return jnp.where(targets >= 0, lse - chosen, 0), (x, rows, targets, lse)
-
-
-@under_defaults
-def _backward(how: tuple[int, ShardingRules], residuals: Any, cotangent: jax.Array) -> Any:
-    """The gradients of (x, rows, targets): [..., D] in x's dtype, [V, D] in rows' dtype, and None.
-
-    how: (number of chunks, rules). residuals: from _forward. cotangent: of the losses, [...].
-    """
-    count, rules = how
-    x, rows, targets, lse = residuals
-    cotangent = jnp.where(targets >= 0, cotangent, 0)
-    devices = _Devices.of(x, rules)
-
-    def one(dx: Any, of_chunk: Any) -> Any:
-        of_rows, ids = of_chunk
-        logits = _logits(x, of_rows, ids, rows.shape[0], rules)
-        share = jnp.exp(logits - lse[..., None]) - (ids == targets[..., None])
-        dlogits = (share * cotangent[..., None]).astype(x.dtype)
-        dx = dx + jnp.einsum("...v,vd->...d", dlogits, of_rows, preferred_element_type=jnp.float32)
-        drows = devices.sums(dlogits, x)
-        drows = rules.constrain(drows, devices.batch, devices.tokens, "vocab", "embed")
-        return dx, drows if devices.count > 1 else drows.astype(rows.dtype)
-
-    start = as_varying(jnp.zeros(x.shape, jnp.float32), varying_axes(residuals, cotangent))
-    dx, drows = lax.scan(one, start, _chunks(count, x, rows, rules))
-    drows = drows.transpose(1, 2, 3, 0, 4).reshape(*devices.sizes, -1, rows.shape[1])[:, :, : rows.shape[0]]
-    # Summed over the devices once: inside the loop each chunk would wait for its sum.
-    drows = rules.constrain(drows.sum((0, 1)).astype(rows.dtype), "vocab", "embed")
-    return dx.astype(x.dtype), drows, None
-
-
-_losses = in_both_modes(lambda how, *arrays: _forward(how, *arrays)[0], _forward, _backward)

@@ -10,6 +10,7 @@ import pytest
 # The arguments that a script requires in addition to --timer.
 ARGUMENTS = {
     "attention": "",
+    "cross_entropy": "",
     "decode": "--kv-length 64",
     "dilated": "",
     "features": "--shape 1,8,2,16",

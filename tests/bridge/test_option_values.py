@@ -26,6 +26,7 @@ PAGES = [x.detach().reshape(4, 16, 2, D) for x in (random(4, 16, 2, D), random(4
 BIAS, SINKS = random(1, H, T, T), random(H)
 MASKS = IDS[:, None, None] < 2, IDS[:, None, :, None] >= IDS[:, None, None]
 X, W, W_UP, W_DOWN, SQUARE = random(5, 8), random(8, 6), random(8, 6, seed=1), random(6, 8), random(8, 8)
+OF_TOKENS = torch.tensor([3, -1, 0, 5, 2], dtype=torch.int32)
 OF_GROUPS = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
 FP8 = random(16, 16).detach().to(torch.float8_e4m3fn), random(16, 16, seed=1).detach().to(torch.float8_e4m3fn)
 GATED_FP8 = {"x": FP8[0], "w_gate": FP8[1], "w_up": FP8[0].T.contiguous(), "w_gate_scale": 1.5, "w_up_scale": 2.5}
@@ -193,6 +194,19 @@ CASES = {
             "transpose_w": ((False, True), {"w": random(2, 8, 8)}),
             "out_dtype": EIGHT_BITS["out_dtype"],
             "precision": EIGHT_BITS["precision"],
+        },
+    ),
+    "linear_cross_entropy": (
+        {"x": X, "w": W, "targets": OF_TOKENS},
+        {
+            "targets": (OF_TOKENS, OF_TOKENS.flip(0)),
+            "weights": (None, random(5), random(5, seed=1)),
+            "reduction": ("none", "mean", "sum"),
+            "transpose_w": ((False, True), {"w": SQUARE}),
+            "softcap": (None, 0.5, 50.0),
+            "label_smoothing": (0.0, 0.1),
+            "z_loss": (0.0, 0.1),
+            "ignore_index": (-1, 3),
         },
     ),
     "layer_norm": ({"x": X}, NORM | {"bias": (None, random(8), random(8, seed=1))}),

@@ -13,13 +13,14 @@ from jax_kernels import (
     gated_matmul,
     grouped_matmul,
     layer_norm,
+    linear_cross_entropy,
     masks,
     matmul,
     mlp,
     quantize,
     rms_norm,
 )
-from jax_kernels.models.training.losses import linear_cross_entropy
+from jax_kernels.models.training.losses import linear_cross_entropy as model_losses
 from jax_kernels.quantization import dequantize
 from tests.support.cases import tiers
 
@@ -109,7 +110,12 @@ CASES = {
         lambda x, scale, residual: _norm(x + residual, scale) + x + residual,
         (X, X[0], X[::-1]),
     ),
-    "losses": (lambda x, w: linear_cross_entropy(x, w, TARGETS, chunk=3), _losses, (X, W)),
+    "linear_cross_entropy": (
+        lambda x, w: linear_cross_entropy(x, w, TARGETS, reduction="sum"),
+        lambda x, w: _losses(x, w).sum(),
+        (X, W),
+    ),
+    "losses": (lambda x, w: model_losses(x, w, TARGETS, chunk=3), _losses, (X, W)),
     "flash_attention": (
         lambda q, k, v, bias: _both(flash_attention(q, k, v, bias=bias, is_causal=True, q_offset=-1, return_lse=True)),
         lambda q, k, v, bias: _both(_attention(q, k, v, BEHIND, bias)),

@@ -39,9 +39,18 @@ CASES = {
     "gated": (lambda x, w, **o: jk.gated_matmul(x, w, w, **o), ["b, 32", "32, 16"], "m"),
     "grouped": (lambda x, w, **o: jk.grouped_matmul(x, w[None], jnp.ones(1, int), **o), ["b, 32", "32, 16"], "m"),
     "mlp": (lambda x, w, **o: jk.mlp(x, w, w.T, **o), ["b, 32", "32, 16"], "m"),
+    "loss": (lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), **o), ["b, 32", "32, 32"], "tokens"),
+    "mean_loss": (
+        lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), reduction="mean", **o),
+        ["b, 32", "32, 32"],
+        "tokens",
+    ),
     "rms_norm": (jk.rms_norm, ["b, 4, 32", "32"], "rows"),
     "layer_norm": (jk.layer_norm, ["b, 32", "32"], "rows"),
 }
+
+
+KERNELS = [(name, kernel) for name in CASES if "loss" not in name for kernel in ("mosaic_gpu", "triton")]
 
 
 def structs(shapes):
@@ -150,8 +159,7 @@ def test_symbolic_bias_and_segments(name):
             assert rms_error(got, want) < 1e-6
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "implementation"), KERNELS)
 def test_named_kernel_error_names_the_fix(name, implementation):
     op, shapes, field = CASES[name]
     lower = jax.export.export(jax.jit(functools.partial(op, implementation=implementation)), platforms=["cuda"])

@@ -22,7 +22,7 @@ from jax_kernels.tracing.derivatives import NO_SECOND, in_reverse_mode, without_
 from jax_kernels.tracing.explicit_mesh import explicit_mesh, on_auto_axes, with_auto_axes
 from jax_kernels.tracing.manual_axes import as_varying
 
-__all__ = ["as_attention", "as_grouped", "as_product", "as_rows", "with_explicit_axes"]
+__all__ = ["as_attention", "as_grouped", "as_losses", "as_product", "as_rows", "with_explicit_axes"]
 
 _NO_SECOND = (
     f"{NO_SECOND}. In a jax.shard_map with Explicit and Manual axes no op has second derivatives: make Explicit axes "
@@ -221,6 +221,15 @@ def as_rows(arguments: dict[str, Any]) -> Any:
     if arguments.get("quantize") is not None:
         out = PartitionSpec(*rows)  # also for the scales, which have no last axis
     return out
+
+
+def as_losses(arguments: dict[str, Any]) -> Any:
+    """The PartitionSpec of linear_cross_entropy's losses: sharded like x's tokens; of a reduced loss: not sharded.
+
+    arguments: of the op, by name.
+    """
+    is_reduced = arguments["reduction"] != "none"
+    return PartitionSpec() if is_reduced else PartitionSpec(*_spec(arguments["x"])[:-1])
 
 
 def as_product(arguments: dict[str, Any]) -> Any:

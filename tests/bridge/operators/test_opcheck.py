@@ -67,6 +67,10 @@ DIFFERENTIABLE = {
         lambda x, w, b: bridge.grouped_matmul(x, w, IDS[0, :3] + 1, bias=b, activation="tanh"),
         [X, random(3, 8, 6), random(3, 6)],
     ),
+    "linear_cross_entropy": (
+        lambda x, w, weights: bridge.linear_cross_entropy(x, w, IDS[0, :5], weights=weights, reduction="sum"),
+        [X, random(8, 12), random(5)],
+    ),
     "layer_norm": (
         lambda x, s, b, r: bridge.layer_norm(x, s, b, residual=r),
         [X, random(8), random(8, seed=1), random(5, 8, seed=1)],

@@ -116,6 +116,10 @@ CALLS = {
         lambda x, w, bias: bridge.grouped_matmul(x, w, LENGTHS[:1].repeat(2), bias=bias, activation="silu"),
         [random(11, 8), random(2, 8, 6), random(2, 6)],
     ),
+    "linear_cross_entropy": (
+        lambda x, w: bridge.linear_cross_entropy(x, w, LENGTHS[:1].repeat(5), reduction="mean"),
+        [random(5, 8), random(8, 60)],
+    ),
     "layer_norm": (bridge.layer_norm, [random(5, 8), random(8), random(8)]),
     "rms_norm": (bridge.rms_norm, [random(5, 8), random(8)]),
     "residual norm": (lambda x, r: bridge.rms_norm(x, residual=r)[0], [random(5, 8), random(5, 8, seed=1)]),

@@ -1,0 +1,89 @@
+"""linear_cross_entropy on PyTorch tensors."""
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.jax_functions.api import JaxOp
+from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
+from jax_kernels.ops.cross_entropy import linear_cross_entropy as ops
+
+__all__ = ["linear_cross_entropy"]
+
+_linear_cross_entropy = JaxOp(ops.linear_cross_entropy, is_opaque=True)
+_INT32 = torch.iinfo(torch.int32)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+    reduction: str = "none",
+    transpose_w: bool = False,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -1,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.linear_cross_entropy on PyTorch tensors: the cross-entropy of each token under the logits x @ w, with
+    gradients of x, w and weights. The logits are never all in memory.
+
+    Equivalent to torch.nn.functional.cross_entropy((x @ w).float(), targets), if x has two axes, with
+    reduction="mean". Autocast casts x and w. See bridge.from_jax for torch.compile and CUDA graphs.
+
+    Args:
+      x: [..., D], bfloat16, float16 or float32.
+      w: [D, V], or [V, D] with transpose_w, like torch.nn.Linear's weight, on x's device; rounded to x's dtype for the
+        matmuls.
+      targets: int64 or another integer dtype, [...]: the ids. Tokens with a target below 0, such as -100, do not count.
+        The host does not read them: a target of V or more gives NaN.
+      weights: [...], the factor of each token's loss, or None. With reduction="mean" the sum is divided by the sum of
+        the weights of the tokens that count.
+      reduction: "none", "sum" or "mean". With "sum" and "mean" the forward computes the gradients, if any are needed.
+        The mean of no token is 0, where PyTorch's is NaN.
+      transpose_w: whether w is [V, D].
+      softcap, label_smoothing, z_loss: as in jax_kernels.linear_cross_entropy.
+      ignore_index: the id of further targets that do not count.
+      implementation: "triton" or "xla"; None picks the device's first that supports the call.
+
+    Returns:
+      float32 [...], or a scalar with reduction="mean" or "sum".
+
+    It raises the errors of jax_kernels.linear_cross_entropy, or of bridge.from_jax if they differ.
+    """
+    if isinstance(targets, torch.Tensor) and targets.dtype == torch.int64:
+        targets = targets.clamp(_INT32.min, _INT32.max).to(torch.int32)
+    call = _linear_cross_entropy.lookup(
+        (x, w, targets, weights),
+        (reduction, transpose_w, softcap, label_smoothing, z_loss, ignore_index, implementation),
+    )
+    if call and call.cached:
+        return call.cached(call.tensors)
+    check_tensors(x=x, w=w, targets=targets)
+    check_optional_tensors(weights=weights)
+    dtensors.refuse("linear_cross_entropy", x=x, w=w, targets=targets, weights=weights)
+    x, w = _under_autocast(x), _under_autocast(w)
+    return _linear_cross_entropy.run(
+        call,
+        x,
+        w,
+        targets,
+        weights=weights,
+        reduction=reduction,
+        transpose_w=transpose_w,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        ignore_index=ignore_index,
+        implementation=implementation,
+    )
+
+
+def _under_autocast(x: torch.Tensor) -> torch.Tensor:
+    """Returns x in autocast's dtype if autocast is on and x has floats, else unchanged."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or not x.is_floating_point():
+        return x
+    return x.to(torch.get_autocast_dtype(device))

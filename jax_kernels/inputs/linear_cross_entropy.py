@@ -1,0 +1,83 @@
+"""The arrays, options and results of a linear cross-entropy, from the public op down to a kernel."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+__all__ = ["Layout", "LossInputs", "LossOptions", "Statistics", "product"]
+
+
+def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """einsum(axes, a, b) in float32. Products of float32 arrays are exact, not in tf32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
+class LossInputs(NamedTuple):
+    """The arrays of a call.
+
+    x: [..., D]. rows: [V, D], the weights of each vocabulary entry, in any float dtype. targets: [...], from 0 to
+    V - 1; -1 for a token that does not count; V for a target outside the vocabulary, whose loss is NaN.
+    """
+
+    x: Float[Array, "... D"]
+    rows: Float[Array, "V D"]
+    targets: Int32[Array, "..."]
+
+
+class Statistics(NamedTuple):
+    """Float32 values of each token's logits, [...]: their log-sum-exp, the target's logit, and their mean.
+
+    mean is None in a call without label smoothing.
+    """
+
+    lse: Float[Array, "..."]
+    chosen: Float[Array, "..."]
+    mean: Float[Array, "..."] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The sharding of the logits and of the gradient of the weights. Here XLA decides; `models` derives from it."""
+
+    def rows(self, rows: jax.Array) -> jax.Array:
+        """The chunks of the weights [count, V / count, D], with their sharding."""
+        return rows
+
+    def logits(self, logits: jax.Array) -> jax.Array:
+        """The logits of a chunk, [..., V / count], with their sharding."""
+        return logits
+
+    def sums(self, dlogits: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+        """The gradient of a chunk's rows, dlogits^T @ x: [..., V / count, D], whose leading axes `total` sums.
+
+        dlogits: [..., V / count]. x: [..., D]. dtype: of the gradient; sums that are not complete stay float32.
+        """
+        return product("...v,...d->vd", dlogits, x).astype(dtype)
+
+    def total(self, sums: jax.Array, dtype: Any) -> jax.Array:
+        """The gradient of all rows [V, D], from the results of `sums`."""
+        return sums.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """The static half of a call: hashable, so that it can key a jit cache.
+
+    With z the logits x @ rows.T of a token, capped to softcap * tanh(z / softcap), its loss is
+    lse(z) - (1 - label_smoothing) * z[target] - label_smoothing * mean(z) + z_loss * lse(z)**2.
+
+    transpose_w: whether the caller's w is [V, D], as LossInputs.rows, and not [D, V]. chunk: the vocabulary entries
+    whose logits are in memory at once; None for a size that depends on the tokens.
+    layout: the sharding of the logits.
+    """
+
+    transpose_w: bool = False
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    chunk: int | None = None
+    layout: Layout = Layout()

@@ -1,0 +1,154 @@
+"""The planned losses, and their sum, with gradients: of each token in the backward, of the sum in the forward."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from jax_kernels.inputs.linear_cross_entropy import LossInputs, Statistics
+from jax_kernels.ops.cross_entropy.implementations import IMPLEMENTATIONS
+from jax_kernels.ops.cross_entropy.partitioning import shared_gradients, shared_statistics
+from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall
+from jax_kernels.reference import linear_cross_entropy as reference
+from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = ["planned_losses", "planned_sum"]
+
+
+def planned_losses(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+    """The loss of each token of a planned call, float32 [...], differentiable. The backward makes the logits again.
+
+    w: [D, V], or [V, D] with call.options.transpose_w; the backward keeps it as it is. targets: as in LossInputs.
+    """
+    if call.implementation == "xla":
+        return _losses(call, x, w, targets)
+    return _losses_by_kernels(call, *_flat(x, w, targets)).reshape(targets.shape)
+
+
+def planned_sum(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array, factors: jax.Array) -> jax.Array:
+    """The sum of factors * losses, float32. A differentiated call makes all gradients in the forward.
+
+    w, targets: as in planned_losses. factors: float32 [...], 0 for tokens that do not count.
+    """
+    if call.implementation == "xla":
+        return _sum(call, x, w, targets, factors)
+    return _sum_by_kernels(call, *_flat(x, w, targets, factors))
+
+
+def _flat(x: jax.Array, w: jax.Array, *of_tokens: jax.Array) -> list[jax.Array]:
+    """The arrays with one axis of tokens, as kernels take them. They have derivatives in reverse mode only."""
+    arrays = [x.reshape(-1, x.shape[-1]), w, *(y.reshape(-1) for y in of_tokens)]
+    return in_reverse_mode(arrays, no_forward_mode("linear_cross_entropy"))
+
+
+def _inputs(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> LossInputs:
+    return LossInputs(x=x, rows=w if call.options.transpose_w else w.T, targets=targets)
+
+
+def _of_w(call: PlannedCall, drows: jax.Array) -> jax.Array:
+    """The gradient of w, from the gradient of its rows."""
+    return drows if call.options.transpose_w else drows.T
+
+
+def _statistics(call: PlannedCall, inputs: LossInputs) -> Statistics:
+    return _forward_of(call)(inputs)
+
+
+def _gradients(
+    call: PlannedCall, inputs: LossInputs, lse: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of (x, rows), in their dtypes, or in float32. cotangent: of the losses."""
+    if call.implementation == "xla":
+        return _run(call, "backward", inputs, lse, cotangent)
+    cotangent, scale = reference.in_range(inputs, reference.counted(inputs, cotangent))
+    found = _backward_of(call)(inputs, lse, cotangent)
+    return found if scale is None else (found[0] * scale, found[1] * scale)
+
+
+def _run(call: PlannedCall, direction: str, inputs: LossInputs, *arrays: jax.Array) -> Any:
+    function = getattr(IMPLEMENTATIONS[call.implementation], direction)
+    return function(inputs, call.options, *arrays, config=call.config, interpret=call.interpret)
+
+
+@functools.lru_cache(maxsize=MOST_CALLS)
+def _forward_of(call: PlannedCall) -> Callable[[LossInputs], Statistics]:
+    """A function from LossInputs to the Statistics by the call's implementation."""
+    run = functools.partial(_run, call, "forward")
+    return run if call.implementation == "xla" else sequential_vmap(shared_statistics(run))
+
+
+@functools.lru_cache(maxsize=MOST_CALLS)
+def _backward_of(call: PlannedCall) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """A function of (LossInputs, lse, cotangent), the gradients of (x, rows) by the call's kernels."""
+    return sequential_vmap(shared_gradients(functools.partial(_run, call, "backward")))
+
+
+def _losses_of(call: PlannedCall, inputs: LossInputs, found: Statistics) -> jax.Array:
+    return reference.losses_of(found, inputs.targets, call.options, inputs.rows.shape[0])
+
+
+def _plain_losses(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+    inputs = _inputs(call, x, w, targets)
+    return _losses_of(call, inputs, _statistics(call, inputs))
+
+
+@under_defaults
+def _losses_forward(call, x, w, targets):
+    inputs = _inputs(call, x, w, targets)
+    found = _statistics(call, inputs)
+    return _losses_of(call, inputs, found), (x, w, targets, found.lse)
+
+
+@under_defaults
+def _losses_backward(call, residuals, cotangent):
+    *arrays, lse = residuals
+    dx, drows = _gradients(call, _inputs(call, *arrays), lse, cotangent)
+    x, w, _ = arrays
+    return dx.astype(x.dtype), _of_w(call, drows).astype(w.dtype), None
+
+
+def _plain_sum(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array, factors: jax.Array) -> jax.Array:
+    return (_plain_losses(call, x, w, targets) * factors).sum()
+
+
+@under_defaults
+def _sum_forward(call, *arrays):
+    """arrays: CustomVJPPrimal of x, w, targets and factors."""
+    wanted = arrays[0].perturbed, arrays[1].perturbed
+    x, w, targets, factors = (y.value for y in arrays)
+    inputs = _inputs(call, x, w, targets)
+    losses, dx, drows = reference.losses_and_gradients(inputs, factors, call.options, wanted)
+    return (losses * factors).sum(), (dx, drows, losses, x, w)
+
+
+@under_defaults
+def _kernels_sum_forward(call, x, w, targets, factors):
+    inputs = _inputs(call, x, w, targets)
+    found = _statistics(call, inputs)
+    losses = _losses_of(call, inputs, found)
+    dx, drows = _gradients(call, inputs, found.lse, factors)
+    if x.dtype != jnp.float16:  # in float16 a later cotangent may bring the gradient into range
+        dx = dx.astype(x.dtype)
+    return (losses * factors).sum(), (dx, drows, losses, x, w)
+
+
+@under_defaults
+def _sum_backward(call, residuals, cotangent):
+    dx, drows, losses, x, w = residuals
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return None, None, None, None
+    times = lambda y, of: (y.astype(jnp.float32) * cotangent).astype(of.dtype)
+    dw = None if drows is None else _of_w(call, times(drows, w))
+    return None if dx is None else times(dx, x), dw, None, losses * cotangent
+
+
+_losses = in_both_modes(_plain_losses, _losses_forward, _losses_backward)
+_sum = in_both_modes(_plain_sum, _sum_forward, _sum_backward, symbolic_zeros=True)
+_losses_by_kernels = jax.custom_vjp(_plain_losses, nondiff_argnums=(0,))
+_losses_by_kernels.defvjp(_losses_forward, _losses_backward)
+_sum_by_kernels = jax.custom_vjp(_plain_sum, nondiff_argnums=(0,))
+_sum_by_kernels.defvjp(_kernels_sum_forward, _sum_backward)

@@ -1,0 +1,1 @@
+"""The Triton kernels of linear_cross_entropy."""

@@ -1,0 +1,247 @@
+"""linear_cross_entropy against float64: results, gradients, transforms, memory, plans and errors."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jax_kernels import explain, linear_cross_entropy
+from jax_kernels.reference import linear_cross_entropy as reference
+from jax_kernels.testing import linear_cross_entropy as cases
+from tests.support.cases import ids
+
+TOKENS, DEPTH, VOCABULARY = (3, 7), 16, 37
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 3 tokens, and chunks of 8 entries of the vocabulary."""
+    monkeypatch.setattr(reference, "LOGITS_BYTES", 3 * 4 * VOCABULARY)
+    monkeypatch.setattr(reference, "LEAST_CHUNK", 8)
+
+
+@pytest.mark.parametrize("name", ids.named(cases.CASES))
+def test_against_float64(name):
+    for result, (error, bound) in cases.errors_by(cases.CASES[name], "xla").items():
+        assert error <= bound, result
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "weighted_mean", "softcap", "float16_mean", "float32"])
+def test_tiles_and_chunks(name, small_tiles):
+    for result, (error, bound) in cases.errors_by(cases.CASES[name], "xla").items():
+        assert error <= bound, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ids.named(cases.CASES | cases.LONG))
+def test_on_gpu(name):
+    for result, (error, bound) in cases.errors_by((cases.CASES | cases.LONG)[name], None).items():
+        assert error <= bound, result
+
+
+def _normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+X, W, WEIGHTS = _normal(*TOKENS, DEPTH), _normal(DEPTH, VOCABULARY, seed=1), jnp.abs(_normal(*TOKENS, seed=2))
+TARGETS = jnp.asarray(np.random.default_rng(3).integers(-1, VOCABULARY, TOKENS), jnp.int32)
+OPTIONS = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
+
+
+def plain(x, w, weights, reduction):
+    """The docstring's code."""
+    logits = OPTIONS["softcap"] * jnp.tanh(jnp.matmul(x, w, precision="highest") / OPTIONS["softcap"])
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(TARGETS, 0)[..., None], axis=-1)[..., 0]
+    losses = lse - 0.9 * chosen - 0.1 * logits.mean(-1) + OPTIONS["z_loss"] * lse**2
+    losses = jnp.where(TARGETS >= 0, weights, 0) * losses
+    total = jnp.where(TARGETS >= 0, weights, 0).sum() if reduction == "mean" else 1
+    return losses if reduction == "none" else losses.sum() / total
+
+
+def ours(reduction):
+    return lambda x, w, weights: linear_cross_entropy(x, w, TARGETS, weights=weights, reduction=reduction, **OPTIONS)
+
+
+def close(got, want, **tolerance):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, **({"rtol": 1e-4, "atol": 1e-5} | tolerance))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_all_derivatives(reduction, small_tiles):
+    """Reverse and forward mode, and second derivatives, of x, w and weights."""
+    given, right = (X, W, WEIGHTS), lambda *y: plain(*y, reduction).sum()
+    total = lambda *y: ours(reduction)(*y).sum()
+    close(jax.value_and_grad(total, (0, 1, 2))(*given), jax.value_and_grad(right, (0, 1, 2))(*given))
+    directions = tuple(_normal(*y.shape, seed=4) for y in given)
+    close(jax.jvp(total, given, directions), jax.jvp(right, given, directions))
+    second = lambda f: jax.jvp(jax.grad(f, (0, 1, 2)), given, directions)[1]
+    close(second(total), second(right), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (0, 0, 0)])
+def test_vmap(reduction, axes, small_tiles):
+    gradient = jax.value_and_grad(lambda *y: (ours(reduction)(*y) ** 2).sum(), (0, 1, 2))
+    stacked = [jnp.stack([y, y[::-1]]) for y in (X, W, WEIGHTS)]
+    given = [many if axis == 0 else one for many, one, axis in zip(stacked, (X, W, WEIGHTS), axes, strict=True)]
+    got = jax.jit(jax.vmap(gradient, axes))(*given)
+    for i in range(2):
+        want = gradient(*(y[i] if axis == 0 else y for y, axis in zip(given, axes, strict=True)))
+        close(jax.tree.map(lambda y, i=i: y[i], got), want)
+
+
+def shapes_of(jaxpr):
+    """The (shape, dtype) of each array that a jaxpr makes, also inside loops."""
+    for equation in jaxpr.eqns:
+        yield from ((tuple(x.aval.shape), x.aval.dtype) for x in equation.outvars if hasattr(x.aval, "shape"))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from shapes_of(inner)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("implementation", ["xla"])
+def test_logits_are_never_a_whole_array(reduction, implementation, small_tiles):
+    """No array of a differentiated call has as many elements as the logits of all tokens."""
+    options = {"reduction": reduction, "implementation": implementation}
+    tokens, vocabulary = 64, VOCABULARY
+    x, w, targets = _normal(tokens, 4), _normal(4, vocabulary), jnp.zeros(tokens, jnp.int32)
+    loss = lambda x, w: linear_cross_entropy(x, w, targets, **options).sum()
+    made = list(shapes_of(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(x, w).jaxpr))
+    assert max(int(np.prod(shape)) for shape, _ in made) < tokens * vocabulary / 2
+    if reduction == "none":
+        assert ((tokens, 8), jnp.float32) in made
+    else:
+        assert ((3, vocabulary), jnp.float32) in made
+
+
+@pytest.mark.parametrize(("reduction", "matmuls"), [("none", 4), ("mean", 3), ("sum", 3)])
+def test_matmuls_of_a_differentiated_call(reduction, matmuls, small_tiles):
+    loss = lambda x, w: ours(reduction)(x, w, WEIGHTS).sum()
+    program = str(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(X, W))
+    assert program.count("dot_general") == matmuls
+    assert str(jax.make_jaxpr(loss)(X, W)).count("dot_general") == 1
+    frozen = str(jax.make_jaxpr(jax.value_and_grad(loss))(X, W))
+    assert frozen.count("dot_general") == (4 if reduction == "none" else 2)  # jit removes the fourth
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_no_transposed_copy_is_kept(reduction):
+    """Between forward and backward: w as it was given, and the gradient of w if the forward made it."""
+    _, vjp = jax.vjp(lambda x, w: ours(reduction)(x, w, WEIGHTS), X, W)
+    kept = [x.shape for x in jax.tree.leaves(vjp)].count((VOCABULARY, DEPTH))
+    assert kept == (1 if reduction == "mean" else 0)
+
+
+def test_padding_of_any_kind():
+    """Targets below 0 and ignore_index do not count, also with an ignore_index outside the vocabulary."""
+    want = linear_cross_entropy(X, W, TARGETS, reduction="mean")
+    for index, dtype in ((-100, np.int64), (255, np.uint8), (VOCABULARY + 1, np.int32), (2**40, np.int64)):
+        targets = np.where(TARGETS < 0, index, np.asarray(TARGETS, np.int64)).astype(dtype)
+        np.testing.assert_array_equal(linear_cross_entropy(X, W, targets, ignore_index=index, reduction="mean"), want)
+    index = int(TARGETS[0, 1])
+    losses = linear_cross_entropy(X, W, TARGETS, ignore_index=index)
+    np.testing.assert_array_equal(losses == 0, (TARGETS < 0) | (index == TARGETS))
+    none = jnp.full(TOKENS, -100)
+    for reduction in ("none", "sum", "mean"):
+        loss = lambda x, w, how=reduction: linear_cross_entropy(x, w, none, reduction=how).sum()
+        found = jax.value_and_grad(loss, (0, 1))(X, W)
+        assert all((y == 0).all() for y in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_traced_target_outside_the_vocabulary(reduction):
+    """Its loss is NaN; the gradients of other tokens are not."""
+    beyond = TARGETS.at[1, 1].set(VOCABULARY)
+    loss = jax.jit(lambda x, targets: linear_cross_entropy(x, W, targets, reduction=reduction))
+    assert np.isnan(loss(X, beyond)).sum() == 1
+    assert np.isfinite(jax.grad(lambda x: jnp.nansum(loss(x, beyond)))(X)).all()
+    with pytest.raises(ValueError, match="targets: got ids up to 37, want 0 to 36, or below 0 where no target counts"):
+        linear_cross_entropy(X, W, beyond)
+
+
+def test_float16_gradients_of_many_tokens():
+    """A mean over many tokens has cotangents below float16's range."""
+    tokens = 4096
+    x, w = _normal(tokens, 8).astype(jnp.float16), _normal(8, 11, seed=1).astype(jnp.float16)
+    targets = jnp.asarray(np.random.default_rng(0).integers(0, 11, tokens))
+    loss = lambda x, w: linear_cross_entropy(x, w, targets, reduction="mean")
+    scaled = lambda x, w: loss(x, w) * 2.0**15  # as a loss scale does
+    got = jax.grad(scaled, (0, 1))(x, w)
+    want = jax.grad(scaled, (0, 1))(x.astype(jnp.float32), w.astype(jnp.float32))
+    for a, b in zip(got, want, strict=True):
+        assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_inside_shard_map(reduction, small_tiles):
+    """The gradient of replicated weights is summed over the devices, once."""
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,))
+    rows = P("data") if reduction == "none" else P()
+
+    def call(x, w, weights):
+        def local(x, w, targets, weights):
+            loss = linear_cross_entropy(x, w, targets, weights=weights, reduction=reduction, **OPTIONS)
+            return loss if reduction == "none" else jax.lax.psum(loss, "data")
+
+        data = P("data")
+        specs = {"in_specs": (data, P(), data, data), "out_specs": rows}
+        return jax.shard_map(local, mesh=mesh, **specs)(x, w, TARGETS, weights).sum()
+
+    total = lambda *y: ours(reduction)(*y).sum()
+    got = jax.jit(jax.value_and_grad(call, (0, 1, 2)))(X, W, WEIGHTS)
+    close(got, jax.value_and_grad(total, (0, 1, 2))(X, W, WEIGHTS))
+
+
+def test_on_explicit_axes():
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), (AxisType.Explicit,) * 2)
+    place = lambda y, *spec: jax.device_put(y, jax.NamedSharding(mesh, P(*spec)))
+    with jax.set_mesh(mesh):
+        given = place(X, "data"), place(W, None, "tensor"), place(WEIGHTS, "data")
+        assert jax.typeof(ours("none")(*given)).sharding.spec == P("data", None)
+        close(jax.jit(jax.grad(ours("mean"), (0, 1)))(*given), jax.grad(ours("mean"), (0, 1))(X, W, WEIGHTS))
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), ()])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_no_token_and_one_token(shape, reduction):
+    x, targets = jnp.ones((*shape, DEPTH)), jnp.ones(shape, jnp.int32)
+    loss = lambda x, w: linear_cross_entropy(x, w, targets, reduction=reduction).sum()
+    value, gradients = jax.value_and_grad(loss, (0, 1))(x, W)
+    assert [y.shape for y in gradients] == [x.shape, W.shape]
+    want = 0 if 0 in shape else jax.nn.logsumexp(x @ W) - (x @ W)[1]
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+
+
+def test_explain():
+    plan = explain(linear_cross_entropy, X, W, TARGETS, reduction="mean")
+    assert plan.implementation == "xla"
+
+
+BAD = {
+    "w": ({"w": W.T}, ValueError, "w: got shape (37, 16), want [D, V] with x's (3, 7, 16)"),
+    "no vocabulary": ({"w": W[:, :0]}, ValueError, "w: got shape (16, 0), want [D, V] with one entry"),
+    "targets": ({"targets": TARGETS[:1]}, ValueError, "targets: got shape (1, 7), want x's (3, 7)"),
+    "float targets": ({"targets": TARGETS * 1.0}, TypeError, "targets: got dtype float32, want integers"),
+    "x": ({"x": X.astype(int)}, TypeError, "x: got dtype int32, want bfloat16, float16 or float32"),
+    "weights": ({"weights": WEIGHTS[0]}, ValueError, "weights: got shape (7,), want x's (3, 7)"),
+    "bool weights": ({"weights": WEIGHTS > 0}, TypeError, "weights: got dtype bool, want bfloat16"),
+    "reduction": ({"reduction": "max"}, ValueError, "reduction: got 'max', want 'none', 'mean' or 'sum'"),
+    "smoothing": ({"label_smoothing": 1.5}, ValueError, "label_smoothing: got 1.5, want a number from 0 to 1"),
+    "z_loss": ({"z_loss": -1.0}, ValueError, "z_loss: got -1.0, want a number of 0 or more"),
+    "softcap": ({"softcap": 0.0}, ValueError, "softcap: got 0.0, want a number above 0, or None"),
+    "ignore_index": ({"ignore_index": 0.5}, TypeError, "ignore_index: got float, want an int"),
+    "implementation": ({"implementation": "cudnn"}, ValueError, "implementation"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors(name):
+    change, error, message = BAD[name]
+    with pytest.raises(error, match=re.escape(message)):
+        linear_cross_entropy(**({"x": X, "w": W, "targets": TARGETS} | change))
