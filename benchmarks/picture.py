@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ def panels(attention: pathlib.Path, sparse: pathlib.Path, ring: pathlib.Path) ->
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", type=pathlib.Path, default=RESULTS / "attention-h200.json")
     parser.add_argument("--sparse", type=pathlib.Path, default=RESULTS / "sparse-h200.json")
@@ -127,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "readme.png")
     args = parser.parse_args(argv)
     draw(panels(args.attention, args.sparse, args.ring), args.output)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

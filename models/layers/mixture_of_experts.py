@@ -141,9 +141,9 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
         """The experts' weighted results + residual: [..., model_dim].
 
-        x: [..., model_dim]. residual: like x, or None. The result has the dtype of the computation. If the module has no
-        dtype of its own, the result has the promoted dtype of the computation and residual. Raises TypeError or
-        ValueError for another shape or dtype.
+        x: [..., model_dim]. residual: like x, or None. The result has the dtype of the computation, or, if the module
+        has no dtype of its own, the promoted dtype of the computation and residual. Raises TypeError or ValueError for
+        another shape or dtype.
         """
         return self.with_routing(x, residual=residual)[0]
 

@@ -44,7 +44,7 @@ def test_other_sizes_share_a_program():
         sizes = torch.tensor(sizes, dtype=torch.int32)
         got = bridge.grouped_matmul(x, w, sizes, bias=bias, activation="silu")
         torch.testing.assert_close(got, plain(x, w, sizes, bias), rtol=1e-5, atol=1e-5)
-    assert bridge.cache_info().plans == 1
+    assert bridge.cache_info().programs == 1
 
 
 def test_transposed_weights_and_dtypes():
