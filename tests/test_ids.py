@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jax_kernels import masks
-from jax_kernels.testing import AttentionCase, low_bit_matmul, matmul, mlp, normalization
+from jax_kernels.testing import AttentionCase, matmul, mlp, normalization
+from jax_kernels.testing.low_precision import low_bit_matmul
 from tests.support.cases import ids
 
 ATTENTION = AttentionCase("odd", q_length=450, kv_length=70, heads=4)

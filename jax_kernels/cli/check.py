@@ -30,8 +30,6 @@ from jax_kernels.testing import (
     attention_inputs,
     dilated_attention,
     errors_of_attention,
-    fp8_matmul,
-    low_bit_matmul,
     masked_attention,
     mlp,
     ring_attention,
@@ -44,6 +42,7 @@ from jax_kernels.testing import (
 from jax_kernels.testing import (
     normalization as testing_normalization,
 )
+from jax_kernels.testing.low_precision import fp8_matmul, low_bit_matmul
 
 # The cases that run without --full, by op.
 QUICK = {

@@ -10,7 +10,7 @@ import pytest
 from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
-from jax_kernels.testing import fp8_matmul as cases
+from jax_kernels.testing.low_precision import fp8_matmul as cases
 from tests.support.cases import ids, tiers
 
 

@@ -12,7 +12,7 @@ from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import quantize
-from jax_kernels.testing import low_bit_matmul as cases
+from jax_kernels.testing.low_precision import low_bit_matmul as cases
 from tests.support.cases import ids, tiers
 
 

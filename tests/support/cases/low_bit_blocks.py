@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.sm90 import SM90
-from jax_kernels.testing import low_bit_matmul as plain
+from jax_kernels.testing.low_precision import low_bit_matmul as plain
 
 JOINED = {"cluster_join": True}
 CASES = {

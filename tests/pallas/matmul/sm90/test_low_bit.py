@@ -28,7 +28,7 @@ INTERPRETED = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", tiers.cases(INTERPRETED, {"one_core", "gated"}))
 def test_interpreted(group):
-    cases_interpreter.check("jax_kernels.testing.low_bit_matmul", *INTERPRETED[group])
+    cases_interpreter.check("jax_kernels.testing.low_precision.low_bit_matmul", *INTERPRETED[group])
 
 
 @pytest.mark.timeout(240)

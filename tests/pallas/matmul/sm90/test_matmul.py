@@ -60,7 +60,7 @@ def test_mlp_interpreted(cores, names):
     ],
 )
 def test_fp8_interpreted(cores, names):
-    cases_interpreter.check("jax_kernels.testing.fp8_matmul", cores, cores == 1, names)
+    cases_interpreter.check("jax_kernels.testing.low_precision.fp8_matmul", cores, cores == 1, names)
 
 
 @pytest.mark.timeout(240)
