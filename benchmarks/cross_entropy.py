@@ -21,12 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from harness import command_line, report
+from harness import case_rows, command_line, report
 from harness.cases import ROTATION_BYTES, TOLERANCE, relative_error
-from harness.process import prepare_process, say
+from harness.process import prepare_process
 from harness.side_by_side import gpu_alone, gpu_among_others
-from harness.timers import choose_timer, close
-from harness.timing import Contender, alternate, speed_ratio, spread
+from harness.timers import choose_timer
+from harness.timing import Contender, alternate
 
 from jax_kernels import linear_cross_entropy
 
@@ -187,22 +187,10 @@ def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
         sets = case.arrays()
     contenders, memory = contenders_of(case, sets, args)
     alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
-    row: dict[str, Any] = dataclasses.asdict(case) | {"label": case.label, "flops": case.flops, "contenders": []}
-    for contender in contenders:
-        found = {"name": contender.name, "framework": contender.framework, **contender.findings}
-        found["bytes"] = memory.get(contender.name)
-        if contender.times:
-            found["tflops"] = case.flops / spread(contender.times)["median"] / 1e9
-        row["contenders"].append(found)
-    times = {c.name: c.times for c in contenders if c.times}
-    for other in list(times)[1:]:
-        row.setdefault("speed_ratios", {})[other] = speed_ratio(next(iter(times.values())), times[other])
-    medians = sorted((spread(x)["median"], name) for name, x in times.items())
-    say(f"{case.label}: " + ", ".join(f"{name} {ms:.3f} ms {case.flops / ms / 1e9:.0f}" for ms, name in medians))
-    for c in contenders:
-        if c.status not in ("ok", "unavailable"):
-            say(f"  {c.name}: {c.status}: {c.reason}")
-    return row
+    row = case_rows.row_of(case, contenders, "tflops", lambda ms: case.flops / ms / 1e9)
+    for found in row["contenders"]:
+        found["bytes"] = memory.get(found["name"])
+    return row | {"flops": case.flops}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -221,14 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_torch = any(PEERS[name] == "torch" for name in args.peers)
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
     results = report.header(args.commit, with_torch, timer=name, rows=[])
-    for case in [Case(*shape, args.dtype, not args.forward_only) for shape in shapes]:
-        if time.monotonic() > until:
-            say(f"{case.label}: the budget is spent")
-            continue
-        results["rows"].append(measure(case, timer, args))
-        report.write_json(args.output, results)
-    close(timer)
-    return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])
+    cases = [Case(*shape, args.dtype, not args.forward_only) for shape in shapes]
+    return case_rows.run(cases, measure, args, timer, results, until)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import command_line, report
+from harness import case_rows, command_line, report
 from harness.cases import ROTATION_BYTES, TOLERANCE, relative_error
-from harness.process import prepare_process, say
+from harness.process import prepare_process
 from harness.side_by_side import gpu_alone, gpu_among_others
-from harness.timers import choose_timer, close
-from harness.timing import Contender, alternate, speed_ratio, spread
+from harness.timers import choose_timer
+from harness.timing import Contender, alternate
 
 from jax_kernels import grouped_matmul, matmul
 from jax_kernels.pallas import block_specs
@@ -195,23 +195,8 @@ def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
         sets = case.arrays()
     contenders = contenders_of(case, sets, args)
     alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
-    sizes = case.group_sizes
-    row: dict[str, Any] = dataclasses.asdict(case) | {"label": case.label, "contenders": []}
-    row |= {"smallest_group": int(sizes.min()), "largest_group": int(sizes.max())}
-    for contender in contenders:
-        found = {"name": contender.name, "framework": contender.framework, **contender.findings}
-        if contender.times:
-            found["tflops"] = case.tflops(spread(contender.times)["median"])
-        row["contenders"].append(found)
-    times = {c.name: c.times for c in contenders if c.times}
-    for other in list(times)[1:]:
-        row.setdefault("speed_ratios", {})[other] = speed_ratio(next(iter(times.values())), times[other])
-    medians = sorted((spread(x)["median"], name) for name, x in times.items())
-    say(f"{case.label}: " + ", ".join(f"{name} {ms:.4f} ms {case.tflops(ms):.0f}" for ms, name in medians))
-    for c in contenders:
-        if c.status not in ("ok", "unavailable"):
-            say(f"  {c.name}: {c.status}: {c.reason}")
-    return row
+    row = case_rows.row_of(case, contenders, "tflops", case.tflops)
+    return row | {"smallest_group": int(case.group_sizes.min()), "largest_group": int(case.group_sizes.max())}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -234,16 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_torch = "torch" in args.peers and not args.epilogue
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
     results = report.header(args.commit, with_torch, timer=name, rows=[])
-    for case in [
-        Case(*shape, kind, args.dtype, args.epilogue, args.with_gradients) for shape in shapes for kind in kinds
-    ]:
-        if time.monotonic() > until:
-            say(f"{case.label}: the budget is spent")
-            continue
-        results["rows"].append(measure(case, timer, args))
-        report.write_json(args.output, results)
-    close(timer)
-    return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])
+    cases = [Case(*shape, kind, args.dtype, args.epilogue, args.with_gradients) for shape in shapes for kind in kinds]
+    return case_rows.run(cases, measure, args, timer, results, until)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import command_line, low_bit_weights, report
+from harness import case_rows, command_line, low_bit_weights, report
 from harness.cases import ROTATION_BYTES
-from harness.process import prepare_process, say
+from harness.process import prepare_process
 from harness.side_by_side import gpu_alone, gpu_among_others
-from harness.timers import choose_timer, close
-from harness.timing import Contender, alternate, speed_ratio, spread
+from harness.timers import choose_timer
+from harness.timing import Contender, alternate
 
 from jax_kernels import gated_matmul, matmul, mlp
 from jax_kernels.pallas import block_specs
@@ -347,21 +347,7 @@ def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
         sets = case.arrays()
     contenders = contenders_of(case, sets, args)
     alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
-    row: dict[str, Any] = dataclasses.asdict(case) | {"label": case.label, "contenders": []}
-    for contender in contenders:
-        found = {"name": contender.name, "framework": contender.framework, **contender.findings}
-        if contender.times:
-            found["tflops"] = case.tflops(spread(contender.times)["median"])
-        row["contenders"].append(found)
-    times = {c.name: c.times for c in contenders if c.times}
-    for other in list(times)[1:]:
-        row.setdefault("speed_ratios", {})[other] = speed_ratio(next(iter(times.values())), times[other])
-    medians = sorted((spread(x)["median"], name) for name, x in times.items())
-    say(f"{case.label}: " + ", ".join(f"{name} {ms:.4f} ms {case.tflops(ms):.0f}" for ms, name in medians))
-    for c in contenders:
-        if c.status not in ("ok", "unavailable"):
-            say(f"  {c.name}: {c.status}: {c.reason}")
-    return row
+    return case_rows.row_of(case, contenders, "tflops", case.tflops)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -398,14 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in kinds
         for scaling in scalings
     ]
-    for case in cases:
-        if time.monotonic() > until:
-            say(f"{case.label}: the budget is spent")
-            continue
-        results["rows"].append(measure(case, timer, args))
-        report.write_json(args.output, results)
-    close(timer)
-    return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])
+    return case_rows.run(cases, measure, args, timer, results, until)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import command_line, report
-from harness.process import prepare_process, say
+from harness import case_rows, command_line, report
+from harness.process import prepare_process
 from harness.side_by_side import gpu_alone, gpu_among_others
-from harness.timers import choose_timer, close
-from harness.timing import Contender, alternate, spread
+from harness.timers import choose_timer
+from harness.timing import Contender, alternate
 
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.inputs.normalization import NormOptions
@@ -280,18 +280,7 @@ def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
         arrays = Arrays.of(case)
     contenders = contenders_of(case, arrays, args)
     alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
-    row: dict[str, Any] = dataclasses.asdict(case) | {"label": case.label, "contenders": []}
-    for contender in contenders:
-        found = {"name": contender.name, "framework": contender.framework, **contender.findings}
-        if contender.times:
-            found["gigabytes_per_second"] = case.megabytes / spread(contender.times)["median"]
-        row["contenders"].append(found)
-    times = {c.name: spread(c.times)["median"] for c in contenders if c.times}
-    say(f"{case.label}: " + ", ".join(f"{name} {ms:.4f}" for name, ms in sorted(times.items(), key=lambda x: x[1])))
-    for c in contenders:
-        if c.status not in ("ok", "unavailable"):
-            say(f"  {c.name}: {c.status}: {c.reason}")
-    return row
+    return case_rows.row_of(case, contenders, "gigabytes_per_second", lambda ms: case.megabytes / ms)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -313,15 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_torch = not args.sweep and bool(args.peers)
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
     results = report.header(args.commit, with_torch, timer=name, rows=[])
-    for shape in shapes:
-        for case in (Case(op, mode, *shape) for op in ops for mode in modes):
-            if time.monotonic() > until:
-                say(f"{case.label}: the budget is spent")
-                continue
-            results["rows"].append(measure(case, timer, args))
-            report.write_json(args.output, results)
-    close(timer)
-    return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])
+    cases = [Case(op, mode, *shape) for shape in shapes for op in ops for mode in modes]
+    return case_rows.run(cases, measure, args, timer, results, until)
 
 
 if __name__ == "__main__":
