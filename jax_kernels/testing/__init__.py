@@ -5,6 +5,7 @@ from jax_kernels.testing.attention import attention_float64 as attention_float64
 from jax_kernels.testing.attention import attention_inputs as attention_inputs
 from jax_kernels.testing.attention import errors_of_attention as errors_of_attention
 from jax_kernels.testing.attention import largest_error as largest_error
+from jax_kernels.testing.attention import named_errors as named_errors
 from jax_kernels.testing.attention import plain_attention as plain_attention
 from jax_kernels.testing.attention import rms_error as rms_error
 from jax_kernels.testing.attention import run_attention as run_attention

@@ -30,6 +30,7 @@ __all__ = [
     "attention_inputs",
     "errors_of_attention",
     "largest_error",
+    "named_errors",
     "plain_attention",
     "rms_error",
     "run_attention",
@@ -285,6 +286,20 @@ def largest_error(got: Any, want: Any, floor: float | None = None) -> float:
         raise ValueError(f"got: shape {got.shape}, want {want.shape}")
     error = np.abs(got - want)
     return float((error if floor is None else error / (np.abs(want) + floor)).max(initial=0))
+
+
+def named_errors(
+    got: dict[str, Any], want: dict[str, Any], bound: Callable[[str, Any, np.ndarray], float]
+) -> dict[str, tuple[float, float]]:
+    """(largest error, bound) of each result by name. bound: of (name, the result's dtype, the right answer).
+
+    Raises ValueError if got and want have other names.
+    """
+    if sorted(got) != sorted(want):
+        raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
+    return {
+        name: (largest_error(got[name], right), bound(name, got[name].dtype, right)) for name, right in want.items()
+    }
 
 
 @functools.cache

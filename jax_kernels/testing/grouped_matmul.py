@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.grouped.grouped_matmul import grouped_matmul
-from jax_kernels.testing import largest_error
+from jax_kernels.testing import named_errors
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
 
@@ -137,13 +137,7 @@ def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, 
 
 def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """(largest error, bound) of each result by name. got: from Case.run."""
-    want = case.definition()
-    if sorted(got) != sorted(want):
-        raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
-    return {
-        name: (largest_error(got[name], right), _bound(case, name, got[name].dtype, right))
-        for name, right in want.items()
-    }
+    return named_errors(got, case.definition(), functools.partial(_bound, case))
 
 
 def _bound(case: Case, name: str, dtype: Any, right: np.ndarray) -> float:
