@@ -30,14 +30,13 @@ from jax_kernels.pallas.grouped.sm90.state import (
     Smem,
     Traits,
     WorkTile,
+    run_warpgroup,
 )
 from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.mosaic.elementwise import for_tiles
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
 
-# Registers per thread of a compute warpgroup, and of the memory warpgroup.
-REGISTERS = 240, 24
 EIGHT = 8  # rows of a swizzle atom
 
 
@@ -59,7 +58,8 @@ def grouped_matmul(
         kernel = functools.partial(
             Kernel, traits=traits, ctas=ctas, inputs=given, schedule=schedule, results=list(refs[len(leaves) :])
         )
-        pl.run_scoped(lambda smem: _kernel(kernel(smem=smem)), Smem.scratch(traits), collective_axes="wg")
+        run = lambda smem: run_warpgroup(kernel(smem=smem), _load_tile, _compute_tile)
+        pl.run_scoped(run, Smem.scratch(traits), collective_axes="wg")
 
     results = launch(
         entry,
@@ -71,22 +71,6 @@ def grouped_matmul(
         interpret=interpret,
     )(*leaves)
     return GroupedResult(*results)
-
-
-def _kernel(kernel: Kernel) -> None:
-    """Runs one warpgroup of a CTA: the memory warpgroup or a compute warpgroup."""
-    wg = lax.axis_index("wg")
-
-    @pl.when(wg == COMPUTE_WGS)
-    def _memory():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        kernel.for_each_tile(functools.partial(_load_tile, kernel))
-
-    @pl.when(wg < COMPUTE_WGS)
-    def _compute():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
-        kernel.for_each_tile(functools.partial(_compute_tile, kernel, wg))
-        plgpu.wait_smem_to_gmem(0)
 
 
 def _load_tile(kernel: Kernel, tile: WorkTile, filled: Index) -> None:

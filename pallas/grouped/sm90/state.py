@@ -1,6 +1,7 @@
 """State of the Hopper grouped matmul: sizes, the schedule of row tiles, and shared memory."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.group_tiles import group_offsets, group_tiles, tile_count
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
@@ -23,6 +25,7 @@ BLOCK_M = ROWS * COMPUTE_WGS
 BLOCK_K = 64  # values of the inner dimension in a step: 128 bytes
 COLUMNS = 64  # of an output buffer
 BUFFERS = 2  # output buffers of a warpgroup, used in turn
+REGISTERS = 240, 24  # of a thread of a compute warpgroup, and of the memory warpgroup
 SHARED_MEMORY = 225 << 10  # bytes of a CTA's shared memory, without its barriers
 
 
@@ -201,3 +204,23 @@ class Kernel:
     @property
     def config_rows(self) -> int:
         return self.traits.config.row_group
+
+
+def run_warpgroup(kernel: Any, load_tile: Callable[..., None], compute_tile: Callable[..., None]) -> None:
+    """Runs one warpgroup of a CTA: the memory warpgroup, or a compute warpgroup.
+
+    kernel: the state of the CTA, with for_each_tile. The memory warpgroup runs load_tile(kernel, tile, filled) for each
+    work tile, a compute warpgroup compute_tile(kernel, warpgroup, tile, filled).
+    """
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == COMPUTE_WGS)
+    def _memory():
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        kernel.for_each_tile(functools.partial(load_tile, kernel))
+
+    @pl.when(wg < COMPUTE_WGS)
+    def _compute():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        kernel.for_each_tile(functools.partial(compute_tile, kernel, wg))
+        plgpu.wait_smem_to_gmem(0)

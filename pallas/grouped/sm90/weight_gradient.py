@@ -20,15 +20,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.inputs.group_tiles import group_offsets
 from jax_kernels.inputs.grouped_matmul import GroupedOptions, WeightGradientInputs
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
-from jax_kernels.pallas.grouped.sm90.state import BLOCK_M, BUFFERS, COLUMNS, COMPUTE_WGS, ROWS, SHARED_MEMORY
+from jax_kernels.pallas.grouped.sm90.state import (
+    BLOCK_M,
+    BUFFERS,
+    COLUMNS,
+    COMPUTE_WGS,
+    ROWS,
+    SHARED_MEMORY,
+    run_warpgroup,
+)
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, WGMMA
 from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 
-# Registers per thread of a compute warpgroup, and of the memory warpgroup.
-REGISTERS = 240, 24
 STEP = 64  # rows of x and dz in a step
 ATOM = 8  # rows of a swizzle atom
 
@@ -175,7 +181,8 @@ def weight_gradient(
         kernel = functools.partial(
             Kernel, traits=traits, ctas=ctas, first=first, second=second, offsets=offsets, out=out
         )
-        pl.run_scoped(lambda smem: _kernel(kernel(smem=smem)), Smem.scratch(traits), collective_axes="wg")
+        run = lambda smem: run_warpgroup(kernel(smem=smem), _load_tile, _compute_tile)
+        pl.run_scoped(run, Smem.scratch(traits), collective_axes="wg")
 
     return launch(
         entry,
@@ -186,22 +193,6 @@ def weight_gradient(
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,
     )(first, second, group_offsets(inputs.group_sizes, first.shape[0]))
-
-
-def _kernel(kernel: Kernel) -> None:
-    """Runs one warpgroup of a CTA: the memory warpgroup or a compute warpgroup."""
-    wg = lax.axis_index("wg")
-
-    @pl.when(wg == COMPUTE_WGS)
-    def _memory():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        kernel.for_each_tile(functools.partial(_load_tile, kernel))
-
-    @pl.when(wg < COMPUTE_WGS)
-    def _compute():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
-        kernel.for_each_tile(functools.partial(_compute_tile, kernel, wg))
-        plgpu.wait_smem_to_gmem(0)
 
 
 def _load_tile(kernel: Kernel, tile: WorkTile, filled: Index) -> None:
