@@ -31,7 +31,14 @@ from jax_kernels.models.training.folder_lock import FolderLock
 from jax_kernels.models.training.loss_scale import FIRST, SMALLEST, all_finite, first_state, next_state, select
 from jax_kernels.models.training.packing import within_documents
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
-from jax_kernels.models.training.trainer_checks import as_json, check_batch, check_fit, checked_arguments, checked_scale
+from jax_kernels.models.training.trainer_checks import (
+    as_json,
+    check_batch,
+    check_fit,
+    checked_arguments,
+    checked_scale,
+    fields_of_model,
+)
 from jax_kernels.models.transformer import Transformer
 from jax_kernels.plain_numbers import plain_arguments
 
@@ -544,21 +551,9 @@ class Trainer:
 
         other: the fields of the checkpoint's config, by name.
         """
-        free = {
-            "dtype",
-            "remat",
-            "scan_layers",
-            "implementation",
-            "mlp_implementation",
-            "projection_implementation",
-            "microbatches",
-            "sequence_axis",
-            "sequence_strategy",
-            "sequence_layout",
-        }
-        own = as_json(dataclasses.asdict(self.config))
-        names = [name for name in sorted(own.keys() | other.keys()) if name not in free]
-        told = [f"{name}={other.get(name)!r}" for name in names if own.get(name) != other.get(name)]
+        own, wanted = fields_of_model(as_json(dataclasses.asdict(self.config))), fields_of_model(other)
+        names = sorted(own.keys() | wanted.keys())
+        told = [f"{name}={other.get(name)!r}" for name in names if own.get(name) != wanted.get(name)]
         if told:
             raise ValueError(f"config: got a model that differs from the checkpoint's, which has {', '.join(told)}")
 

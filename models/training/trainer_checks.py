@@ -15,7 +15,7 @@ from jax_kernels.models.parallel.sharding import ShardingRules
 from jax_kernels.models.training.loss_scale import FIRST, LARGEST, SMALLEST
 from jax_kernels.models.training.token_ids import check_targets, checked_tokens
 
-__all__ = ["as_json", "check_batch", "check_fit", "checked_arguments", "checked_scale"]
+__all__ = ["as_json", "check_batch", "check_fit", "checked_arguments", "checked_scale", "fields_of_model"]
 
 
 def check_batch(batch: Any, vocabulary: int, name: str) -> None:
@@ -106,3 +106,29 @@ def as_json(run: Any) -> dict[str, Any]:
         return json.loads(json.dumps(dict(run or {})))
     except (TypeError, ValueError) as error:
         raise TypeError(f"run: got {type(run).__name__} ({error}), want a mapping of JSON values") from None
+
+
+# Fields of a config that change neither the parameters nor the result of the forward, beyond rounding.
+_FREE = {
+    "dtype",
+    "remat",
+    "scan_layers",
+    "implementation",
+    "mlp_implementation",
+    "projection_implementation",
+    "microbatches",
+    "sequence_axis",
+    "sequence_strategy",
+    "sequence_layout",
+}
+_FREE_OF_EXPERTS = {"balance_loss", "exchange", "implementation"}
+
+
+def fields_of_model(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config that change the parameters or the forward. fields: the config's, as JSON."""
+    found = {name: x for name, x in fields.items() if name not in _FREE}
+    if experts := found.get("experts"):
+        kept = {name: x for name, x in experts.items() if name not in _FREE_OF_EXPERTS}
+        # The rate is the training's, but with one there is a parameter more.
+        found["experts"] = kept | {"bias_rate": experts.get("bias_rate") is not None}
+    return found

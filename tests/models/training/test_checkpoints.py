@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from jax_kernels.models import LongNetConfig, Trainer, TransformerConfig, make_mesh
+from jax_kernels.models import ExpertsConfig, LongNetConfig, Trainer, TransformerConfig, make_mesh
 from jax_kernels.models.training import checkpoints
+from jax_kernels.models.training.trainer_checks import as_json
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
 BATCH = (np.arange(32, dtype=np.int32).reshape(2, 16),) * 2
@@ -112,8 +113,14 @@ def test_digest_depends_on_bits_and_order(dtype):
 OTHER_MODELS = {
     "vocab_size": 65, "model_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 1, "head_dim": 4, "mlp_dim": 48,
     "rope_theta": 500.0, "norm_eps": 1e-5, "tie_embeddings": False, "param_dtype": "bfloat16", "precision": "fp8",
-    "scaling": "row",
+    "scaling": "row", "experts": ExpertsConfig(num_experts=2),
 }  # fmt: skip
+# Another value of every field of ExpertsConfig(num_experts=4, bias_rate=0.1).
+OTHER_EXPERTS = {
+    "num_experts": 8, "experts_per_token": 1, "mlp_dim": 48, "layers": (0,), "scores": "sigmoid", "renormalize": False,
+    "weight_scale": 2.0, "shared_experts": 1, "bias_rate": None,
+}  # fmt: skip
+OTHER_WAYS_OF_EXPERTS = {"balance_loss": 0.5, "exchange": "all_to_all", "implementation": "xla", "bias_rate": 0.2}
 OTHER_LONGNETS = {
     "segment_lengths": (8, 8), "dilation_rates": (2, 2), "heads": "groups", "combine": "mean", "layout": "partition",
     "order": "hilbert", "layer_norm": True, "gamma": 0.5,
@@ -127,6 +134,24 @@ OTHER_WAYS = {
 
 def longnet():
     return LongNetConfig(**dataclasses.asdict(CONFIG), segment_lengths=(8, 16), dilation_rates=(1, 2))
+
+
+def test_every_field_of_experts_is_compared_or_free():
+    experts = ExpertsConfig(num_experts=4, bias_rate=0.1)
+    assert {x.name for x in dataclasses.fields(experts)} == OTHER_EXPERTS.keys() | OTHER_WAYS_OF_EXPERTS.keys()
+    one = Trainer(dataclasses.replace(CONFIG, experts=experts), optax.sgd(1e-2))
+
+    def of_checkpoint(name, value):
+        fields = as_json(dataclasses.asdict(one.config))
+        return as_json(fields | {"experts": fields["experts"] | {name: value}})
+
+    for name, value in OTHER_EXPERTS.items():
+        with pytest.raises(
+            ValueError, match="config: got a model that differs from the checkpoint's, which has experts="
+        ):
+            one._check_config(of_checkpoint(name, value))
+    for name, value in OTHER_WAYS_OF_EXPERTS.items():
+        one._check_config(of_checkpoint(name, value))
 
 
 def test_every_config_field_is_compared_or_free(saved, tmp_path, monkeypatch):
