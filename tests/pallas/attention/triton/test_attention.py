@@ -321,11 +321,18 @@ def test_key_pass_skips_queries_of_other_segments(monkeypatch):
 
 
 def test_only_partial_blocks_are_masked():
-    step = lambda index, sums, *, partial: (sums[0] + index, sums[1]) if partial else (sums[0], sums[1] + index)
+    """A visit has its number, and the block that the range has there."""
+
+    def step(visit, sums, *, partial):
+        of_partial, of_full = sums
+        term = 100 * visit.block + visit.step
+        return (of_partial + term, of_full) if partial else (of_partial, of_full + term)
+
     for count, partial in ((5, 2), (5, 0), (5, 5), (0, 0)):
-        blocks = block_ranges.BlockRange(jnp.int32(count), jnp.int32(partial), lambda index: index)
+        blocks = block_ranges.BlockRange(jnp.int32(count), jnp.int32(partial), lambda index: 7 - index)
         sums = block_loop(blocks, step, (jnp.int32(0), jnp.int32(0)))
-        assert sums == (sum(range(partial)), sum(range(partial, count)))
+        terms = [100 * (7 - i) + i for i in range(count)]
+        assert sums == (sum(terms[:partial]), sum(terms[partial:]))
 
 
 def test_key_pass_skips_queries_without_keys():
