@@ -390,7 +390,9 @@ WIDE_TRITON = Row(
 )
 # Above head_dim 64, sm_80's rows leave shared memory for the tiles of a bias or of a score_mod's arrays.
 DENSE_TRITON = tuple(
-    dataclasses.replace(row, dense_bits=32) for row in SM80.attention if row.head_dim > 64 and row.bits == 16
+    dataclasses.replace(row, dense_bits=32)
+    for row in SM80.attention
+    if row.head_dim > 64 and row.bits == 16 and row.v_head_dim is None
 )
 
 TRITON = (*TRITON_64, *DENSE_TRITON, *measured(H100, LISTS_TRITON, STAGES_TRITON, WIDE_TRITON))
