@@ -1,7 +1,6 @@
 """The jax-kernels command: info, check, explain, and its messages for wrong use."""
 
 import ast
-import dataclasses
 import json
 import sys
 import types
@@ -16,20 +15,6 @@ from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from tests.support.processes.python import done_by
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Runs a command line in this process: (exit code, stdout, stderr)."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as exited:
-            cli.main(list(arguments))
-        captured = capsys.readouterr()
-        return exited.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 def assert_one_line(result, *words):
@@ -323,140 +308,9 @@ def test_bad_input_is_one_line(run, arguments, words):
     assert_one_line(run(*arguments.split()), *words)
 
 
-CHECK = ("check", "--op", "flash_attention")
-
-
 def test_check_with_an_unavailable_implementation(run, monkeypatch):
     monkeypatch.setattr(check, "why_not", lambda case, name: f"{name} needs a moon")
-    assert_one_line(run(*CHECK, "--implementation", "triton"), "triton needs a moon")
-
-
-@pytest.fixture
-def two_cases(monkeypatch):
-    monkeypatch.setitem(check.QUICK, "flash_attention", ("one_query", "fp32"))
-
-
-def test_check_passes(run, two_cases, tmp_path):
-    code, out, _ = run(*CHECK, "--implementation", "xla", "--json", str(tmp_path / "report.json"))
-    assert code == 0
-    assert "2 passed, 0 failed, 0 not served" in out
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["failed"] == 0
-    assert [(result["implementation"], result["case"]) for result in report["results"]] == [
-        ("xla", "one_query"),
-        ("xla", "fp32"),
-    ]
-    for result in report["results"]:
-        assert result["passed"]
-        for name in ("out", "lse", "dq", "dk", "dv"):
-            assert 0 < result["errors"][name] <= result["bounds"][name] < 0.01
-
-
-def test_check_fails_on_a_wrong_result(run, two_cases, monkeypatch):
-    right = check.run_attention
-
-    def wrong(case, arrays, implementation, op):
-        results = right(case, arrays, implementation, op)
-        return results | {"dk": results["dk"] * 1.01} if case.name == "fp32" else results
-
-    monkeypatch.setattr(check, "run_attention", wrong)
-    code, out, _ = run(*CHECK, "--implementation", "xla")
-    assert code == 1
-    assert "1 passed, 1 failed" in out
-    verdicts = {line.split()[1]: line.split()[-1] for line in out.splitlines() if line.startswith(" xla")}
-    assert verdicts == {"one_query": "pass", "fp32": "FAIL"}
-
-
-def test_check_reports_a_raising_implementation(run, two_cases, monkeypatch, tmp_path):
-    def broken(*_):
-        raise RuntimeError("ptxas [exited]")
-
-    monkeypatch.setattr(check, "run_attention", broken)
-    code, out, _ = run(*CHECK, "--implementation", "xla", "--json", str(tmp_path / "report.json"))
-    assert code == 1
-    assert "xla, fp32: RuntimeError: ptxas [exited]" in out
-    assert json.loads((tmp_path / "report.json").read_text())["failed"] == 2
-
-
-def test_check_counts_unsupported_cases(run, two_cases, monkeypatch):
-    monkeypatch.setattr(check, "why_not", lambda case, name: "too exact" if case.precision == "fp32" else None)
-    code, out, _ = run(*CHECK, "--implementation", "xla")
-    assert code == 0
-    assert "1 passed, 0 failed, 1 not served" in out
-
-
-# Triton has no 8-bit matmuls, and takes no mask that is an array. Some ops have no kernel in Triton.
-WITHOUT_TRITON = {"fp8_matmul"} | {op for op, suite in check.SUITES.items() if "triton" not in suite.implementations}
-
-
-@pytest.mark.triton
-def test_check_runs_interpreted_kernels_on_request(monkeypatch):
-    here = check._implementations(None, list(check.SUITES))
-    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    for op, names in check._implementations(None, list(check.SUITES)).items():
-        triton = [] if op in WITHOUT_TRITON else ["triton"]
-        assert set(names) == {*here[op], *triton}, op
-
-
-@pytest.mark.slow
-def test_check_every_op(run, monkeypatch, tmp_path):
-    """An implementation that one op lacks is checked for the other ops."""
-    assert set(check.QUICK) == set(check.SUITES)
-    quick = {
-        "flash_attention": "one_query",
-        "flash_attention_fp8": "odd",
-        "decode_attention": "masked_odd",
-        "block_sparse_attention": "cells_fp32",
-        "dynamic_mask_attention": "kv_heads_fp32",
-        "dilated_attention": "longnet",
-        "ring_attention": "causal",
-        "sequence_parallel_dilated_attention": "longnet",
-        "matmul": "odd",
-        "gated_matmul": "gated_odd",
-        "mlp": "gated",
-        "layer_norm": "residual",
-        "fp8_matmul": "odd_row",
-        "low_bit_matmul": "int4_gated",
-        "fp8_norm": "rms_offset",
-    }
-    for op in check.QUICK:
-        monkeypatch.setitem(check.QUICK, op, (quick[op],) if op in quick else ())
-    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    names = [word for name in ("triton", "xla") for word in ("--implementation", name)]
-    code, out, _ = run("check", *names, "--json", str(tmp_path / "report.json"))
-    assert code == 0
-    assert "28 passed, 0 failed, 0 not served" in out
-    results = json.loads((tmp_path / "report.json").read_text())["results"]
-    assert {(x["op"], x["implementation"], x["case"]) for x in results} == {
-        (op, by, case)
-        for op, case in quick.items()
-        for by in ("triton", "xla")
-        if by == "xla" or op not in WITHOUT_TRITON
-    }
-    of_op = {result["op"]: result["errors"].keys() for result in results}
-    for result in results:
-        assert result["passed"]
-        assert result["errors"].keys() == result["bounds"].keys()
-    assert {"dx", "dw", "dw_up"} <= of_op["gated_matmul"]
-    assert {"total", "dscale"} <= of_op["layer_norm"]
-    assert {"out", "lse", "dq", "dk", "dv"} <= of_op["ring_attention"] & of_op["dilated_attention"]
-
-
-@pytest.mark.parametrize("op", ["matmul", "layer_norm"])
-def test_check_fails_on_a_wrong_result_of_another_op(run, monkeypatch, op):
-    right = check.SUITES[op]
-    wrong = lambda case, by: (got := right.run(case, by)) | {"dx": got["dx"] * 1.05}
-    monkeypatch.setitem(check.SUITES, op, dataclasses.replace(right, run=wrong))
-    monkeypatch.setitem(check.QUICK, op, ("plain",))
-    code, out, _ = run("check", "--op", op, "--implementation", "xla")
-    assert code == 1
-    assert "0 passed, 1 failed" in out
-
-
-def test_quick_cases_exist():
-    for op, names in check.QUICK.items():
-        assert set(names) <= set(check.SUITES[op].cases), op
-        assert check.SUITES[op].chosen(None, True).keys() > check.SUITES[op].chosen(None, False).keys()
+    assert_one_line(run("check", "--op", "flash_attention", "--implementation", "triton"), "triton needs a moon")
 
 
 def fake_demo(monkeypatch, function):
