@@ -25,8 +25,9 @@ from jax_kernels.models.parallel.pipeline import pipelined
 from jax_kernels.models.parallel.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
 from jax_kernels.models.training.data import TokenBatches, read_documents, read_text
 from jax_kernels.models.training.losses import linear_cross_entropy
+from jax_kernels.models.training.next_token import next_token_loss
 from jax_kernels.models.training.packing import document_positions, document_starts, within_documents
-from jax_kernels.models.training.trainer import Trainer, next_token_loss
+from jax_kernels.models.training.trainer import Trainer
 from jax_kernels.models.transformer import Transformer, flat_parameters
 
 __all__ = [

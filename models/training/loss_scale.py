@@ -9,7 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["FIRST", "GROWTH_STEPS", "LARGEST", "SMALLEST", "all_finite", "first_state", "next_state", "select"]
+__all__ = [
+    "FIRST",
+    "GROWTH_STEPS",
+    "LARGEST",
+    "SMALLEST",
+    "all_finite",
+    "first_state",
+    "next_state",
+    "scaled_gradient",
+    "select",
+]
 
 FIRST = 2.0**16
 SMALLEST, LARGEST = 2.0**-24, 2.0**24
@@ -41,3 +51,21 @@ def all_finite(tree: Any) -> jax.Array:
 def select(is_finite: jax.Array, new: Any, old: Any) -> Any:
     """The tree `new` if is_finite, else `old`."""
     return jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), new, old)
+
+
+def scaled_gradient(loss: Any, scale: jax.Array) -> Any:
+    """jax.value_and_grad(loss, has_aux=True), whose backward runs on `scale` times the mean, total / count.
+
+    loss: a function of (params, batch, key) that returns (total, (count, others)).
+    """
+
+    def scaled(*args: Any) -> tuple[jax.Array, tuple[jax.Array, Any, jax.Array]]:
+        total, (count, others) = loss(*args)
+        factor = jax.lax.stop_gradient(scale / jnp.where(count > 0, count, 1))
+        return total * factor, (total, (count, others), factor)
+
+    def differentiate(*args: Any) -> tuple[tuple[jax.Array, Any], Any]:
+        (_, (total, counted, factor)), gradients = jax.value_and_grad(scaled, has_aux=True)(*args)
+        return (total, counted), jax.tree.map(lambda g: (g.astype(jnp.float32) / factor).astype(g.dtype), gradients)
+
+    return differentiate
