@@ -43,6 +43,9 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "poison")
 PROCESSES = 12  # that run at once
 SECONDS = 120  # of a process
 FOUND = 9  # the exit status of a process with errors
+# initcheck takes the constants of XLA's programs, which lie in the module, for unwritten memory: it reports the copy of
+# a loop's first index and the fusion that adds to it. So it checks kernels, not fusions and copies.
+TOOL_OPTIONS = {"initcheck": ("--check-api-memory-access", "no", "--kernel-name-exclude", "kns=fusion")}
 POISONS = (0xFF, 0x00)  # bytes: NaN in every float format, and zero
 # Each buffer is a separate allocation, so that a tool sees its end. XLA's autotuning would run its candidates. Under
 # compute-sanitizer, XLA's parallel compilation does not end in about every tenth process.
@@ -363,6 +366,7 @@ def check(sanitizer: str, tool: str, name: str) -> Report:
         environment |= POISON_ENVIRONMENT
     else:
         options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "4", "--show-backtrace", "no"]
+        options += TOOL_OPTIONS.get(tool, ())
         command = [sanitizer, *options, sys.executable, __file__, "--run", name]
         environment |= ENVIRONMENT
     start = time.monotonic()
