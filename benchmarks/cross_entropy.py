@@ -1,11 +1,12 @@
-"""linear_cross_entropy with both gradients, against chunked jnp, Liger and cut-cross-entropy, in one alternating run.
+"""linear_cross_entropy with both gradients, against its peers in JAX and PyTorch, in one alternating run.
 
     PYTHONPATH=. python benchmarks/cross_entropy.py --shapes "8192,4096,128256" --output results/cross_entropy.json
 
 A shape is tokens,depth,vocabulary; w is [vocabulary, depth]. A call is the mean of the losses and its gradients of x
 and w, or with --forward-only the mean. Contenders: this library's implementations; "none", the mean of "xla"'s losses
 of reduction="none", whose backward makes the logits again; "chunked", a scan over parts of the tokens under
-jax.checkpoint in jnp, as training scripts have it; "liger" and "cce", the functions of Liger and cut-cross-entropy.
+jax.checkpoint in jnp, as training scripts have it; "jla", jax-linear-attention's Hopper kernels with three matmuls;
+"liger" and "cce", the functions of Liger and cut-cross-entropy.
 "bytes" in a row is the memory in addition to inputs and results: XLA's plan, and PyTorch's peak.
 
 The exit status is 1 if a contender failed or was wrong.
@@ -32,7 +33,8 @@ from jax_kernels import linear_cross_entropy
 
 SHAPES = "8192,4096,128256;16384,2048,151936"
 IMPLEMENTATIONS = ("xla", "triton")
-PEERS = {"chunked": "jax", "none": "jax", "liger": "torch", "cce": "torch"}
+PEERS = {"chunked": "jax", "none": "jax", "jla": "jax", "liger": "torch", "cce": "torch"}
+MODULES = {"jla": "jla", "liger": "liger_kernel", "cce": "cut_cross_entropy"}
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 CHUNK = 1024  # tokens of a chunk of "chunked"
 
@@ -102,6 +104,26 @@ def chunked(x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
     return jax.lax.scan(one, jnp.float32(0), (x, ids))[0] / (targets >= 0).sum()
 
 
+def need_module(name: str) -> None:
+    """Raises NotImplementedError unless the package of a peer is installed and there is a GPU."""
+    if importlib.util.find_spec(MODULES[name]) is None:
+        raise NotImplementedError(f"{MODULES[name]} is not installed")
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("it needs a GPU")
+
+
+def by_jla() -> Loss:
+    """jax-linear-attention's mean, with its Hopper kernels: its sum has a gradient, its count of tokens has none."""
+    need_module("jla")
+    from jla.ops.cross_entropy import linear_cross_entropy_objective
+
+    def loss(x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+        found = linear_cross_entropy_objective(x, w, targets, impl="mosaic_gpu", compute_dtype=x.dtype)
+        return found.objective_sum / found.num_valid
+
+    return loss
+
+
 def compiled(case: Case, sets: Sequence[Any], loss: Loss) -> tuple[Callable[[int], Any], int | None]:
     """(the call, the bytes of memory that XLA plans in addition to inputs and results, None if it does not say)."""
     function = jax.value_and_grad(loss, (0, 1)) if case.has_gradients else loss
@@ -112,11 +134,7 @@ def compiled(case: Case, sets: Sequence[Any], loss: Loss) -> tuple[Callable[[int
 
 def by_torch(case: Case, sets: Sequence[Any], name: str) -> Callable[[int], Any]:
     """The call of a peer in PyTorch. Raises NotImplementedError if it is not installed."""
-    module = {"liger": "liger_kernel", "cce": "cut_cross_entropy"}[name]
-    if importlib.util.find_spec(module) is None:
-        raise NotImplementedError(f"{module} is not installed")
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("it needs a GPU")
+    need_module(name)
     import torch
 
     if name == "liger":
@@ -157,21 +175,22 @@ def contenders_of(case: Case, sets: Sequence[Any], args: argparse.Namespace) -> 
     with gpu_among_others():
         wanted = jax.block_until_ready(compiled(case, sets, chunked)[0](0))
 
-    def add_jax(name: str, loss: Loss) -> None:
+    def add_jax(name: str, loss: Callable[[], Loss]) -> None:
         contender = Contender(name, "jax")
         found.append(contender)
         with contender.attempt():
             with gpu_among_others():
-                call, memory[name] = compiled(case, sets, loss)
+                call, memory[name] = compiled(case, sets, loss())
             output = contender.start(call)
             with gpu_alone():
                 contender.judge(relative_error(output, wanted), "chunked", TOLERANCE)
 
     for name in args.implementations:
-        add_jax(name, ours(name))
+        add_jax(name, lambda name=name: ours(name))
+    of_jax = {"chunked": lambda: chunked, "none": lambda: ours("xla", "none"), "jla": by_jla}
     for name in args.peers:
-        if PEERS[name] == "jax":
-            add_jax(name, chunked if name == "chunked" else ours("xla", "none"))
+        if name in of_jax:
+            add_jax(name, of_jax[name])
             continue
         contender = Contender(name, "torch")
         found.append(contender)

@@ -4,10 +4,10 @@
 
 A shape is rows,columns,inner,groups. Sizes of the groups: "even"; "skewed", in proportion to 1/1, 1/2, 1/3, ..., in
 random order. Peers: "ragged_dot"; "torch", torch._grouped_mm; "dense", one matmul [rows, inner] @ [inner, columns] by
-XLA, which has the same FLOPs and reads the weights of one group only. --with-gradients times the forward and the
-gradients of x and w. --epilogue adds a bias and silu to this library's calls, without peers. --sweep times other blocks
-of the Triton kernels, forward and gradient of the weights, as "block_m,block_n,block_k,num_warps,num_stages,row_group",
-or only the changed fields by name, as "num_stages=3".
+XLA, which has the same FLOPs and reads the weights of one group only; "jla", jax-linear-attention's Hopper kernel, not
+by default. --with-gradients times the forward and the gradients of x and w. --epilogue adds a bias and silu to this
+library's calls, without peers. --sweep times other blocks of the Triton kernels, forward and gradient of the weights,
+as "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as "num_stages=3".
 
 The exit status is 1 if a contender failed or was wrong.
 """
@@ -15,6 +15,7 @@ The exit status is 1 if a contender failed or was wrong.
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -126,6 +127,15 @@ def by_ragged_dot(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any
     return compiled(case, sets, lambda x, w, group_sizes: jax.lax.ragged_dot(x, w, group_sizes, precision=precision))
 
 
+def by_jla(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
+    """jax-linear-attention's kernel, told that no row lies past the groups."""
+    if importlib.util.find_spec("jla") is None:
+        raise NotImplementedError("jla is not installed")
+    from jla.ops.mosaic_gpu.ragged_dot import ragged_dot
+
+    return compiled(case, sets, lambda x, w, group_sizes: ragged_dot(x, w, group_sizes, full_groups=True))
+
+
 def by_dense(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
     """One matmul with the weights of group 0, and the gradients of x and of these weights."""
     precision = "tf32" if case.dtype == "tf32" else None
@@ -185,6 +195,8 @@ def contenders_of(case: Case, sets: list[dict[str, Any]], args: argparse.Namespa
         add("ragged_dot", "jax", lambda: by_ragged_dot(case, sets))
     if "torch" in args.peers:
         add("torch", "torch", lambda: by_torch(case, sets))
+    if "jla" in args.peers:
+        add("jla", "jax", lambda: by_jla(case, sets))
     if "dense" in args.peers:
         add("dense", "jax", lambda: by_dense(case, sets), is_judged=False)
     return found

@@ -52,7 +52,7 @@ def test_runs(tmp_path, monkeypatch, without_gpu, words):
     assert row["contenders"][0]["tflops"] > 0
 
 
-@pytest.mark.parametrize("name", ["liger", "cce"])
+@pytest.mark.parametrize("name", ["jla", "liger", "cce"])
 def test_peers_without_a_gpu(name, without_gpu):
     with pytest.raises(NotImplementedError, match=r"is not installed|needs a GPU"):
-        benchmark.by_torch(benchmark.Case(8, 16, 32, "bf16"), [], name)
+        benchmark.need_module(name)
