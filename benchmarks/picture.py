@@ -23,8 +23,9 @@ ATTENTION = {
     "torch-cudnn": CUDNN,
     "jax-cudnn": CUDNN,
     "torch-flex": FLEX,
+    "torch-flex-flash": FLEX,
 }
-SPARSE = {"prepared-mask": OURS, "torch-flex": FLEX}
+SPARSE = {"prepared-mask": OURS, "torch-flex": FLEX, "torch-flex-flash": FLEX}
 RING = {"ring": OURS, "torch allgather": TORCH, "torch alltoall": TORCH}
 
 type Bars = dict[str, dict[str, float]]  # the height of each bar, by group and name

@@ -26,6 +26,7 @@ Contenders, each checked against float32 before it is timed:
     array            ours under the same mask as a bool array
     jax-cudnn-bias   cuDNN with a bias of -1e30 for masked pairs
     torch-flex       compiled flex_attention; its block mask, from the window's rule or the array, is made before
+    torch-flex-flash the same by FlashAttention-4's kernel, where flash-attn-4 is installed
 
 The exit status is 1 if a contender failed, was wrong, or was skipped because the budget was spent.
 """
@@ -53,7 +54,8 @@ from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 
 OF_SPARSITY = ("block", "window", "random", "structured")
 PATTERNS = (*OF_SPARSITY, "causal-window", "causal-prefix")
-CONTENDERS = ("dense", "prepared-mask", "mask", "window-argument", "array", "jax-cudnn-bias", "torch-flex")
+FLEX = {"torch-flex": "TRITON", "torch-flex-flash": "FLASH"}  # the backend of flex_attention
+CONTENDERS = ("dense", "prepared-mask", "mask", "window-argument", "array", "jax-cudnn-bias", *FLEX)
 # The size of the blocks that the kernels skip, and that a row of results counts.
 BLOCK = 128
 
@@ -125,7 +127,7 @@ def kept_share(keep: jax.Array) -> float:
     return np.asarray(keep.sum(axis=1)).sum(dtype=np.int64) / keep.size
 
 
-def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Built:
+def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[InputSet], backend: str) -> Built:
     """Compiled flex_attention under a block mask, made from the pattern's rule or from the bool array `keep`."""
     import torch
     from harness import torch_contenders
@@ -138,10 +140,10 @@ def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[I
         sizes = (*pattern.window, pattern.tokens, pattern.prefix)
         rule, told = lambda b, h, q_idx, kv_idx: _window_rule(*sizes, q_idx, kv_idx), "rule"
     block_mask = create_block_mask(rule, None, None, case.seq, case.seq, device="cuda", BLOCK_SIZE=BLOCK)
-    flex = torch_contenders.flex(case, block_mask=block_mask)
+    flex = torch_contenders.flex(case, block_mask=block_mask, backend=backend)
     tensors = torch_contenders.tensors(sets, flex.heads_first)
     call = torch_contenders.in_mode(flex.function, case.mode, tensors, flex.heads_first)
-    return Built(call, f"torch.compile(flex_attention), block mask from the {told}")
+    return Built(call, f"torch.compile(flex_attention), {backend}, block mask from the {told}")
 
 
 def _window_rule(left: int, right: int, tokens: int, prefix: int, q_idx: Any, kv_idx: Any) -> Any:
@@ -162,10 +164,10 @@ def build(
     """A contender, compiled and run once. keep: the mask as a bool array [seq, seq]."""
     contender = Contender(name, framework(name))
     with contender.attempt():
-        if name == "torch-flex":
-            need("torch-flex")
+        if name in FLEX:
+            need(name)
             with gpu_among_others():
-                built = in_torch(pattern, keep, case, sets)
+                built = in_torch(pattern, keep, case, sets, FLEX[name])
         elif name == "jax-cudnn-bias":
             need("jax-cudnn")
             plan = "jax.nn.dot_product_attention, cudnn, bias [1, H, T, S]"
@@ -246,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     prepare_process()
     deadline = time.monotonic() + args.budget
-    usable = "torch-flex" in args.contenders and unavailable("torch-flex") is None
+    usable = any(unavailable(name) is None for name in FLEX if name in args.contenders)
     frameworks = ["jax", "torch"] if usable else ["jax"]
     timer_name, timer = choose_timer(args.timer, frameworks)
     methods = {which: METHODS[timer_name][which] for which in frameworks}

@@ -23,13 +23,14 @@ from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 
-PEERS = ("torch-cudnn", "torch-fa2", "torch-flex", "jax-cudnn", "jax-triton", "tokamax", "fa4")
+PEERS = ("torch-cudnn", "torch-fa2", "torch-flex", "torch-flex-flash", "jax-cudnn", "jax-triton", "tokamax", "fa4")
 OURS = tuple(IMPLEMENTATIONS)
 # The modules that a peer needs. unavailable() names the first missing module.
 _NEEDS = {
     "torch-cudnn": ("torch",),
     "torch-fa2": ("torch",),
     "torch-flex": ("torch",),
+    "torch-flex-flash": ("torch", "flash_attn", "flash_attn.cute"),
     "tokamax": ("tokamax",),
     "fa4": ("torch", "flash_attn", "flash_attn.cute"),
     "torch-gather": ("torch",),

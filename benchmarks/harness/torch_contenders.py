@@ -107,12 +107,12 @@ def settle_compiler() -> None:
     torch._dynamo.config.recompile_limit = 1000
 
 
-def flex(case: Case, block_mask: Any = None) -> TorchAttention:
-    """Compiled flex_attention. block_mask: None for the case's own, causal or none."""
+def flex(case: Case, block_mask: Any = None, backend: str = "TRITON") -> TorchAttention:
+    """Compiled flex_attention. block_mask: None for the case's own. backend: "FLASH" is FA4's kernel."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     settle_compiler()
-    options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
+    options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads, "kernel_options": {"BACKEND": backend}}
     if block_mask is not None:
         options["block_mask"] = block_mask
     elif case.causal:
@@ -121,7 +121,7 @@ def flex(case: Case, block_mask: Any = None) -> TorchAttention:
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = "block mask from the causal rule" if case.causal else "no mask"
     function = functools.partial(compiled, **options)
-    return TorchAttention(function, f"torch.compile(flex_attention), {mask}", heads_first=True)
+    return TorchAttention(function, f"torch.compile(flex_attention), {backend}, {mask}", heads_first=True)
 
 
 def _fa4(case: Case) -> TorchAttention:
@@ -138,5 +138,6 @@ _MAKERS: dict[str, Callable[[Case], TorchAttention]] = {
     "torch-cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "torch-fa2": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "torch-flex": flex,
+    "torch-flex-flash": functools.partial(flex, backend="FLASH"),
     "fa4": _fa4,
 }
