@@ -23,7 +23,17 @@ from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 
-PEERS = ("torch-cudnn", "torch-fa2", "torch-flex", "torch-flex-flash", "jax-cudnn", "jax-triton", "tokamax", "fa4")
+PEERS = (
+    "torch-cudnn",
+    "torch-fa2",
+    "torch-flex",
+    "torch-flex-flash",
+    "jax-cudnn",
+    "jax-triton",
+    "tokamax",
+    "fa3",
+    "fa4",
+)
 OURS = tuple(IMPLEMENTATIONS)
 # The modules that a peer needs. unavailable() names the first missing module.
 _NEEDS = {
@@ -32,6 +42,7 @@ _NEEDS = {
     "torch-flex": ("torch",),
     "torch-flex-flash": ("torch", "flash_attn", "flash_attn.cute"),
     "tokamax": ("tokamax",),
+    "fa3": ("dew_flash_attn",),
     "fa4": ("torch", "flash_attn", "flash_attn.cute"),
     "torch-gather": ("torch",),
     "dilated-attention-pytorch": ("torch", "dilated_attention_pytorch"),
@@ -81,7 +92,7 @@ def _builder(name: str) -> Callable[[Case, Sequence[InputSet], Oracle], Built]:
         from harness import torch_contenders
 
         return functools.partial(torch_contenders.build, name)
-    return {"jax-cudnn": _jax_cudnn, "jax-triton": _jax_triton, "tokamax": _tokamax}[name]
+    return {"jax-cudnn": _jax_cudnn, "jax-triton": _jax_triton, "tokamax": _tokamax, "fa3": _fa3}[name]
 
 
 def from_function(
@@ -151,6 +162,16 @@ def _jax_cudnn(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
         raise NotImplementedError("jax.nn.dot_product_attention takes only values of key's head_dim")
     function = functools.partial(jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn")
     return from_function(function, case, sets, "jax.nn.dot_product_attention, cudnn")
+
+
+def _fa3(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
+    """FlashAttention-3, by its port to JAX."""
+    from dew_flash_attn import flash_mha
+
+    if not case.has_one_head_dim:
+        raise NotImplementedError("dew_flash_attn takes only values of key's head_dim")
+    function = functools.partial(flash_mha, is_causal=case.causal)
+    return from_function(function, case, sets, "dew_flash_attn.flash_mha")
 
 
 class Variant(NamedTuple):
