@@ -86,6 +86,11 @@ BACKWARD_SM90_BLOCK_Q = {64: 128, 128: 64, 256: 64}
 BACKWARD_SM90_STAGES = ((2, 2), (2, 1), (3, 2), (1, 1), (3, 1), (3, 3))
 Q_LOOP_STAGGER = (5, 0, 1, 3, 7, 11)  # full attention only: causal work starts at the diagonal
 HEAD_GROUP = (1, 4, 2, 8, 16)
+# By mma.sync: block_q, block_kv, warpgroups, q_in_smem.
+FORWARD_SM80 = (
+    *((64, 64, 1, False), (64, 64, 2, False), (128, 32, 1, True), (128, 64, 1, True), (128, 32, 2, True)),
+    *((64, 64, 2, True), (64, 64, 1, True), (128, 64, 2, True), (128, 64, 1, False), (64, 32, 1, False)),
+)
 # Triton: (block_q, block_kv), num_warps and num_stages.
 FORWARD_TRITON = ((128, 64), (128, 128), (64, 64), (128, 32), (64, 128), (64, 32))
 # (block_q_dkv, block_kv_dkv, block_q_dq, block_kv_dq)
@@ -108,8 +113,8 @@ MASKS: dict[str, Callable[[int], MaskPattern]] = {
 def grid(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
     """The configs to try: Hopper's row, then the lists above, likely configs first. "sm80" has no row."""
     if implementation == "sm80":
-        blocks = ((64, 64), (64, 32), *([(128, 64)] if head_dim <= 64 else []))
-        return [forward_sm80.AttentionForwardSm80(block_q=q, block_kv=kv) for q, kv in blocks]
+        names, kind = ("block_q", "block_kv", "warpgroups", "q_in_smem"), forward_sm80.AttentionForwardSm80
+        return [kind(**dict(zip(names, x, strict=True))) for x in FORWARD_SM80 if head_dim <= 64 or x[0] == 64 or x[3]]
     row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
     standing = row.forward if direction == "fwd" else row.backward
     return list(dict.fromkeys([standing, *_listed(implementation, direction, head_dim, causal)]))
@@ -142,17 +147,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count, seconds = command_line.positive(int), command_line.positive(float)
     choices = dict.fromkeys(implementation for implementation, _ in KERNELS)
-    told = "sm80: the Mosaic forward by mma.sync, which no op calls"
-    parser.add_argument("--implementation", choices=choices, default="mosaic_gpu", help=told)
+    parser.add_argument("--implementation", choices=choices, default="mosaic_gpu", help="sm80: mma.sync, in no op")
     parser.add_argument("--control", choices=("jax-cudnn", *OURS), help="contender that the configs are compared with")
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
     parser.add_argument("--causal", choices=("no", "yes"), default="no")
-    told = "blocks: a tenth of the blocks of 128, drawn; window-prefix: 512 keys and the first 64 keys"
-    parser.add_argument("--mask", choices=tuple(MASKS), help=told)
+    parser.add_argument("--mask", choices=tuple(MASKS), help="a tenth of the blocks of 128; 512 keys and the first 64")
     parser.add_argument("--head-dim", type=int, default=128, help="of the shape 2, 8192, 2048 / head_dim, head_dim")
     parser.add_argument("--shape", help="batch,seq,heads,head_dim[,kv_heads] instead of --head-dim")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--configs", help="fields in order instead of the grid: '2,128,2;3,128,3,False,False'")
+    parser.add_argument("--configs", help="instead of the grid, fields in order or by name: '2,128,2;3,128,stages=3'")
     parser.add_argument("--seconds", type=seconds, default=0.1, help="queued work of one turn")
     parser.add_argument("--turns", type=count, default=2, help="turns of a config when it is first timed")
     parser.add_argument("--control-every", type=count, default=4, help="configs between two turns of the control")
@@ -178,10 +181,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if args.configs is None:
             args.configs = grid(args.implementation, args.direction, args.case.head_dim, args.case.causal)
         else:
-            args.configs = [kind(*ast.literal_eval(f"({text},)")) for text in args.configs.split(";") if text.strip()]
+            args.configs = [_config(kind, text) for text in args.configs.split(";") if text.strip()]
     except (ValueError, TypeError, SyntaxError) as error:
         parser.error(str(error))
     return args
+
+
+def _config(kind: type, text: str) -> Any:
+    """A config from its fields in order, or by name: "64, 32, q_in_smem=True"."""
+    (call,) = ast.parse(f"kind({text})").body
+    given = [ast.literal_eval(x) for x in call.value.args]
+    return kind(*given, **{x.arg: ast.literal_eval(x.value) for x in call.value.keywords})
 
 
 def inputs_of(args: argparse.Namespace, config: Any, sets: Sequence[InputSet]) -> AttentionInputs:
@@ -206,11 +216,7 @@ def options_of(args: argparse.Namespace) -> AttentionOptions:
 def make(args: argparse.Namespace, config: Any, sets: Sequence[InputSet], saved: Sequence[tuple]) -> Call:
     """Makes the call of the kernel with this config. saved: (out, lse) of each input set, for a backward."""
     kernel, options = KERNELS[args.implementation, args.direction].function, options_of(args)
-    statics = {
-        "config": config,
-        "core_count": device_info().core_count,
-        "interpret": interpreting(),
-    }
+    statics = {"config": config, "core_count": device_info().core_count, "interpret": interpreting()}
     first = inputs_of(args, config, sets)
     under = {"mask": first.mask, "lists": first.lists}
     if args.direction == "fwd":
@@ -235,9 +241,7 @@ def control_of(args: argparse.Namespace, name: str, sets: Sequence[InputSet]) ->
     control = Contender(name, "jax")
     with control.attempt():
         attend = lambda mask, *qkv: flash_attention(*qkv, mask=mask, implementation=name)
-        built = from_function(
-            attend, args.case, sets, f"{name} under {args.mask}", MASKS[args.mask](args.case.seq).mask
-        )
+        built = from_function(attend, args.case, sets, name, MASKS[args.mask](args.case.seq).mask)
         control.start(built.call, built.plan)
     return control
 
@@ -272,9 +276,8 @@ class Sweep:
         self.wanted = control.call(0)  # type: ignore[misc]
         saved: list = []
         if args.direction == "bwd":  # from the reference: every config gets the same, correct residuals
-            options, mask = dataclasses.replace(options_of(args), precision="fp32"), None
-            if args.mask:
-                mask = MASKS[args.mask](case.seq).mask
+            options = dataclasses.replace(options_of(args), precision="fp32")
+            mask = MASKS[args.mask](case.seq).mask if args.mask else None
             forward = jax.jit(functools.partial(reference.forward, options=options, out_dtype=DTYPES[case.dtype]))
             saved = [forward(AttentionInputs(*s.qkv, mask=mask)) for s in sets]
         say(f"{case.label}: {len(args.configs)} configs of {args.implementation}, control {control.name}")

@@ -91,6 +91,15 @@ def test_masks_are_swept(mask, tmp_path, monkeypatch, without_gpu):
     assert results["mask"] == mask
 
 
+@pytest.mark.parametrize(("head_dim", "count"), [(64, 10), (128, 9)])
+def test_configs_of_mma(head_dim, count):
+    assert len(sweep.grid("sm80", "fwd", head_dim, True)) == count
+    argv = ["--output", "x.json", "--implementation", "sm80", "--configs", "block_q=128, block_kv=32, q_in_smem=True"]
+    assert sweep.arguments(argv).configs == [
+        sweep.forward_sm80.AttentionForwardSm80(block_q=128, block_kv=32, q_in_smem=True)
+    ]
+
+
 def test_masks_are_for_triton(capsys):
     with pytest.raises(SystemExit):
         sweep.arguments(["--output", "x.json", "--mask", "blocks"])
