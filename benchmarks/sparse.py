@@ -44,7 +44,7 @@ import numpy as np
 from harness import command_line, report
 from harness.cases import DTYPES, MODES, Case, InputSet, Shape, as_numpy, input_sets, relative_error
 from harness.contenders import framework, from_function, need, unavailable
-from harness.mask_patterns import MaskPattern, of_ours
+from harness.mask_patterns import MaskPattern, of_ours, random_blocks
 from harness.process import prepare_process, say
 from harness.side_by_side import gpu_alone, gpu_among_others
 from harness.timers import choose_timer, close
@@ -101,13 +101,11 @@ def pattern_of(name: str, sparsity: float | None, args: argparse.Namespace) -> M
     seq, block = args.seq_len, args.block_size
     if sparsity is None:
         return MaskPattern.of_window(args.window - 1, 0, prefix=args.prefix if name == "causal-prefix" else 0)
-    random, keep = np.random.default_rng(0), 1 - sparsity
+    keep = 1 - sparsity
     if name == "block":
-        cells = -(-seq // block)
-        rank = random.random((cells, cells)).argsort(axis=1).argsort(axis=1)
-        return MaskPattern(masks.block_sparse(rank < max(1, round(keep * cells)), block))
+        return random_blocks(seq, keep, block)
     if name == "random":
-        array = random.random((seq, seq), np.float32) < keep
+        array = np.random.default_rng(0).random((seq, seq), np.float32) < keep
         np.fill_diagonal(array, True)
         return MaskPattern(masks.dense(array))
     tokens = 0 if name == "window" else max(1, int(seq * keep / 8))

@@ -5,6 +5,9 @@
 Each config is compiled, checked against the control (cuDNN; "xla" without a GPU; or --control), timed and printed; the
 control has a turn every few configs. The fastest configs and the control then alternate for the final figures. A config
 that raises is listed; if a config hangs or crashes its process, another process continues with the rest.
+
+--mask sweeps the Triton kernels over block lists, which are made before the calls. TFLOP/s count all pairs, dead pairs
+too: only ratios mean something then.
 """
 
 import argparse
@@ -26,11 +29,13 @@ from typing import Any, NamedTuple
 import jax
 from harness import command_line, report
 from harness.cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
-from harness.contenders import OURS, build
+from harness.contenders import OURS, build, from_function
+from harness.mask_patterns import MaskPattern, random_blocks
 from harness.process import prepare_process, say
 from harness.timers import choose_timer
 from harness.timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
 
+from jax_kernels import flash_attention
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import interpreting
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
@@ -38,6 +43,7 @@ from jax_kernels.pallas.attention.sm80 import forward as forward_sm80
 from jax_kernels.pallas.attention.sm90.backward import launch as backward_sm90
 from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.pallas.attention.triton import backward as backward_triton
+from jax_kernels.pallas.attention.triton import block_lists as lists_triton
 from jax_kernels.pallas.attention.triton import forward as forward_triton
 from jax_kernels.pallas.block_specs import attention_row
 from jax_kernels.pallas.block_specs.candidates import backward_sm90_bytes, forward_sm90_bytes
@@ -80,6 +86,11 @@ BACKWARD_SM90_BLOCK_Q = {64: 128, 128: 64, 256: 64}
 BACKWARD_SM90_STAGES = ((2, 2), (2, 1), (3, 2), (1, 1), (3, 1), (3, 3))
 Q_LOOP_STAGGER = (5, 0, 1, 3, 7, 11)  # full attention only: causal work starts at the diagonal
 HEAD_GROUP = (1, 4, 2, 8, 16)
+# By mma.sync: block_q, block_kv, warpgroups, q_in_smem.
+FORWARD_SM80 = (
+    *((64, 64, 1, False), (64, 64, 2, False), (128, 32, 1, True), (128, 64, 1, True), (128, 32, 2, True)),
+    *((64, 64, 2, True), (64, 64, 1, True), (128, 64, 2, True), (128, 64, 1, False), (64, 32, 1, False)),
+)
 # Triton: (block_q, block_kv), num_warps and num_stages.
 FORWARD_TRITON = ((128, 64), (128, 128), (64, 64), (128, 32), (64, 128), (64, 32))
 # (block_q_dkv, block_kv_dkv, block_q_dq, block_kv_dq)
@@ -92,13 +103,18 @@ BACKWARD_TRITON = (
     (32, 32, 32, 32),
 )
 WARPS_AND_STAGES = ((4, 2), (8, 2), (4, 3), (8, 3), (4, 1), (4, 4))
+# By --mask, for a number of tokens.
+MASKS: dict[str, Callable[[int], MaskPattern]] = {
+    "blocks": lambda seq: random_blocks(seq, 0.1, 128),
+    "window-prefix": lambda seq: MaskPattern.of_window(511, 0, prefix=64),
+}
 
 
 def grid(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
     """The configs to try: Hopper's row, then the lists above, likely configs first. "sm80" has no row."""
     if implementation == "sm80":
-        blocks = ((64, 64), (64, 32), *([(128, 64)] if head_dim <= 64 else []))
-        return [forward_sm80.AttentionForwardSm80(block_q=q, block_kv=kv) for q, kv in blocks]
+        names, kind = ("block_q", "block_kv", "warpgroups", "q_in_smem"), forward_sm80.AttentionForwardSm80
+        return [kind(**dict(zip(names, x, strict=True))) for x in FORWARD_SM80 if head_dim <= 64 or x[0] == 64 or x[3]]
     row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
     standing = row.forward if direction == "fwd" else row.backward
     return list(dict.fromkeys([standing, *_listed(implementation, direction, head_dim, causal)]))
@@ -131,15 +147,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count, seconds = command_line.positive(int), command_line.positive(float)
     choices = dict.fromkeys(implementation for implementation, _ in KERNELS)
-    told = "sm80: the Mosaic forward by mma.sync, which no op calls"
-    parser.add_argument("--implementation", choices=choices, default="mosaic_gpu", help=told)
+    parser.add_argument("--implementation", choices=choices, default="mosaic_gpu", help="sm80: mma.sync, in no op")
     parser.add_argument("--control", choices=("jax-cudnn", *OURS), help="contender that the configs are compared with")
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
     parser.add_argument("--causal", choices=("no", "yes"), default="no")
+    parser.add_argument("--mask", choices=tuple(MASKS), help="a tenth of the blocks of 128; 512 keys and the first 64")
     parser.add_argument("--head-dim", type=int, default=128, help="of the shape 2, 8192, 2048 / head_dim, head_dim")
     parser.add_argument("--shape", help="batch,seq,heads,head_dim[,kv_heads] instead of --head-dim")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--configs", help="fields in order instead of the grid: '2,128,2;3,128,3,False,False'")
+    parser.add_argument("--configs", help="instead of the grid, fields in order or by name: '2,128,2;3,128,stages=3'")
     parser.add_argument("--seconds", type=seconds, default=0.1, help="queued work of one turn")
     parser.add_argument("--turns", type=count, default=2, help="turns of a config when it is first timed")
     parser.add_argument("--control-every", type=count, default=4, help="configs between two turns of the control")
@@ -159,34 +175,75 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.case = Case.of(shape, dtype=args.dtype, causal=args.causal == "yes", mode=args.direction)
         if (args.implementation, args.direction) not in KERNELS:
             raise ValueError(f"direction: got {args.direction}, want fwd for implementation {args.implementation}")
+        if args.mask and (args.implementation, args.causal) != ("triton", "no"):
+            raise ValueError(f"mask: got {args.mask}, want none except for --implementation triton without --causal")
         kind = KERNELS[args.implementation, args.direction].config
         if args.configs is None:
             args.configs = grid(args.implementation, args.direction, args.case.head_dim, args.case.causal)
         else:
-            args.configs = [kind(*ast.literal_eval(f"({text},)")) for text in args.configs.split(";") if text.strip()]
+            args.configs = [_config(kind, text) for text in args.configs.split(";") if text.strip()]
     except (ValueError, TypeError, SyntaxError) as error:
         parser.error(str(error))
     return args
 
 
+def _config(kind: type, text: str) -> Any:
+    """A config from its fields in order, or by name: "64, 32, q_in_smem=True"."""
+    (call,) = ast.parse(f"kind({text})").body
+    given = [ast.literal_eval(x) for x in call.value.args]
+    return kind(*given, **{x.arg: ast.literal_eval(x.value) for x in call.value.keywords})
+
+
+def inputs_of(args: argparse.Namespace, config: Any, sets: Sequence[InputSet]) -> AttentionInputs:
+    """The arrays of the first call. With --mask they have the Mask and its block lists for the config's blocks."""
+    inputs = AttentionInputs(*sets[0].qkv)
+    if args.mask is None:
+        return inputs
+    inputs = inputs._replace(mask=MASKS[args.mask](args.case.seq).mask)
+    if args.direction == "fwd":
+        blocks = {((config.block_q, config.block_kv), "query")}
+    else:
+        blocks = {((config.block_q_dq, config.block_kv_dq), "query")}
+        blocks |= {((q or config.block_q_dkv, config.block_kv_dkv), "key") for q in (None, config.block_q_dv)}
+    lists = (lists_triton.prepared_lists(inputs, options_of(args), of, by=by) for of, by in sorted(blocks))
+    return inputs._replace(lists=tuple(lists))
+
+
+def options_of(args: argparse.Namespace) -> AttentionOptions:
+    return AttentionOptions(scale=1 / math.sqrt(args.case.head_dim), is_causal=args.case.causal)
+
+
 def make(args: argparse.Namespace, config: Any, sets: Sequence[InputSet], saved: Sequence[tuple]) -> Call:
     """Makes the call of the kernel with this config. saved: (out, lse) of each input set, for a backward."""
-    kernel = KERNELS[args.implementation, args.direction].function
-    options = AttentionOptions(scale=1 / math.sqrt(args.case.head_dim), is_causal=args.case.causal)
-    statics = {
-        "config": config,
-        "core_count": device_info().core_count,
-        "interpret": interpreting(),
-    }
+    kernel, options = KERNELS[args.implementation, args.direction].function, options_of(args)
+    statics = {"config": config, "core_count": device_info().core_count, "interpret": interpreting()}
+    first = inputs_of(args, config, sets)
+    under = {"mask": first.mask, "lists": first.lists}
     if args.direction == "fwd":
-        forward = jax.jit(lambda *qkv: kernel(AttentionInputs(*qkv), options, out_dtype=qkv[0].dtype, **statics)[:1])
-        return lambda i: forward(*sets[i % len(sets)].qkv)
+        attend = lambda under, *qkv: kernel(AttentionInputs(*qkv, **under), options, out_dtype=qkv[0].dtype, **statics)
+        forward = jax.jit(lambda *given: attend(*given)[:1])
+        return lambda i: forward(under, *sets[i % len(sets)].qkv)
 
     @jax.jit
-    def backward(qkv, results, do):
-        return kernel(AttentionInputs(*qkv), options, *reference.row_terms(*results, do, None), do, **statics)[:3]
+    def backward(under, qkv, results, do):
+        inputs, (out, lse) = AttentionInputs(*qkv, **under), results
+        if getattr(config, "delta_in_dq", False):
+            return kernel(inputs, options, lse, None, do, out=out, **statics)[:3]
+        return kernel(inputs, options, *reference.row_terms(out, lse, do, None), do, **statics)[:3]
 
-    return lambda i: backward(sets[i % len(sets)].qkv, saved[i % len(sets)], sets[i % len(sets)].dout)
+    return lambda i: backward(under, sets[i % len(sets)].qkv, saved[i % len(sets)], sets[i % len(sets)].dout)
+
+
+def control_of(args: argparse.Namespace, name: str, sets: Sequence[InputSet]) -> Contender:
+    """The contender that the configs are compared with, compiled and run once."""
+    if args.mask is None:
+        return build(name, args.case, sets, Oracle(args.case, sets[0]))
+    control = Contender(name, "jax")
+    with control.attempt():
+        attend = lambda mask, *qkv: flash_attention(*qkv, mask=mask, implementation=name)
+        built = from_function(attend, args.case, sets, name, MASKS[args.mask](args.case.seq).mask)
+        control.start(built.call, built.plan)
+    return control
 
 
 def row_of(config: Any, **row: Any) -> dict[str, Any]:
@@ -209,19 +266,20 @@ class Sweep:
     def everything(self) -> None:
         args, case = self.args, self.args.case
         name, self.timer = choose_timer(args.timer, ["jax"])
-        facts = {"case": dataclasses.asdict(case), "implementation": args.implementation}
+        facts = {"case": dataclasses.asdict(case), "implementation": args.implementation, "mask": args.mask}
         self.results |= report.header(args.commit, **facts, timer=name, method=METHODS[name]["jax"])
         sets = input_sets(case)
-        named = args.control or ("jax-cudnn" if jax.default_backend() == "gpu" else "xla")
-        control = build(named, case, sets, Oracle(case, sets[0]))
+        ours = "mosaic_gpu" if args.mask else "jax-cudnn"
+        control = control_of(args, args.control or (ours if jax.default_backend() == "gpu" else "xla"), sets)
         if control.status != "ok":
             raise RuntimeError(f"the control {control.name} does not run: {control.reason}")
         self.wanted = control.call(0)  # type: ignore[misc]
         saved: list = []
         if args.direction == "bwd":  # from the reference: every config gets the same, correct residuals
-            options = AttentionOptions(1 / math.sqrt(case.head_dim), is_causal=case.causal, precision="fp32")
+            options = dataclasses.replace(options_of(args), precision="fp32")
+            mask = MASKS[args.mask](case.seq).mask if args.mask else None
             forward = jax.jit(functools.partial(reference.forward, options=options, out_dtype=DTYPES[case.dtype]))
-            saved = [forward(AttentionInputs(*s.qkv)) for s in sets]
+            saved = [forward(AttentionInputs(*s.qkv, mask=mask)) for s in sets]
         say(f"{case.label}: {len(args.configs)} configs of {args.implementation}, control {control.name}")
         tried = {row["config"] for row in self.rows}
         left = [config for config in args.configs if repr(config) not in tried]

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from harness.cases import InputSet
 from jax_kernels import masks, prepare_mask
@@ -34,6 +35,13 @@ class MaskPattern:
         if prefix:
             mask = mask | masks.prefix(prefix)
         return MaskPattern(mask, (left, right), tokens, prefix)
+
+
+def random_blocks(seq: int, keep: float, block: int) -> MaskPattern:
+    """Random blocks of `block` x `block` pairs. Each row of blocks has the fraction `keep` of them, at least one."""
+    cells = -(-seq // block)
+    rank = np.random.default_rng(0).random((cells, cells)).argsort(axis=1).argsort(axis=1)
+    return MaskPattern(masks.block_sparse(rank < max(1, round(keep * cells)), block))
 
 
 class Given(NamedTuple):

@@ -188,10 +188,16 @@ class AttentionForwardTriton:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardTriton:
-    """Blocks of the Triton backward of attention, which has two kernels.
+    """Blocks of the Triton backward of attention, which has two or three kernels.
 
     A program of the dkv kernel has block_kv_dkv keys, and loops over blocks of block_q_dkv queries. A program of the dq
     kernel has block_q_dq queries, and loops over blocks of block_kv_dq keys.
+
+    block_q_dv: None if the dkv kernel computes dkey and dvalue. A number of queries if a third kernel computes dvalue,
+      in steps of this number of queries, with block_kv_dkv keys in a program. It multiplies query and key once more,
+      but its program and the dkv kernel's have one accumulator each, which leaves registers for larger blocks.
+    delta_in_dq: whether the dq kernel runs first, and computes each query's delta from out and dout. Otherwise a pass
+      of XLA reads out and dout for it.
     """
 
     block_q_dkv: int
@@ -200,10 +206,15 @@ class AttentionBackwardTriton:
     block_kv_dq: int
     num_warps: int
     num_stages: int
+    block_q_dv: int | None = None
+    delta_in_dq: bool = False
 
     def __post_init__(self) -> None:
         positive(self, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16, num_stages=1)
         powers_of_two(self, "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq", "num_warps")
+        if self.block_q_dv is not None:
+            positive(self, block_q_dv=16)
+            powers_of_two(self, "block_q_dv")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

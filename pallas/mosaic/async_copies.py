@@ -3,7 +3,7 @@
 Newer GPUs also run them. plgpu.copy_gmem_to_smem issues cp.async below sm_90 too, but only for tiles that lie inside
 the array. The copies below take any length: rows past the end of the array become zeros, and are not stored.
 
-They are for kernels of one warpgroup, whose 128 threads copy a tile together.
+The 128 threads of a warpgroup copy a tile together.
 """
 
 from collections.abc import Callable
@@ -110,17 +110,17 @@ def commit() -> None:
     _issue("cp.async.commit_group;")
 
 
-def wait(in_flight: int) -> None:
-    """Waits until at most `in_flight` groups of copies are in flight, and all threads of the warpgroup have arrived.
+def wait(in_flight: int, warpgroups: int = 1) -> None:
+    """Waits until at most `in_flight` groups of copies are in flight, and all threads of the CTA have arrived.
 
-    Afterwards each thread sees the copies and earlier stores of all threads.
+    warpgroups: of the CTA. Afterwards each thread sees the copies and earlier stores of all threads.
     """
-    _issue(f"cp.async.wait_group {in_flight}; bar.sync 1, 128;")
+    _issue(f"cp.async.wait_group {in_flight}; bar.sync 1, {128 * warpgroups};")
 
 
-def barrier() -> None:
-    """Waits for all threads of the warpgroup. Afterwards each thread sees the earlier stores of all threads."""
-    _issue("bar.sync 1, 128;")
+def barrier(warpgroups: int = 1) -> None:
+    """Waits for all threads of a CTA of `warpgroups`. Afterwards each thread sees the earlier stores of all threads."""
+    _issue(f"bar.sync 1, {128 * warpgroups};")
 
 
 def _issue(assembly: str) -> None:

@@ -74,6 +74,38 @@ def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
     assert len(json.loads(output.read_text())["rows"]) == 4
 
 
+@pytest.mark.parametrize("mask", sweep.MASKS)
+def test_masks_are_swept(mask, tmp_path, monkeypatch, without_gpu):
+    """The kernels read block lists of the config's blocks, and return the control's gradients."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    monkeypatch.setattr(sweep, "prepare_process", lambda: None)
+    output = tmp_path / "sweep.json"
+    argv = [
+        "--implementation", "triton", "--shape", "1,256,1,16", "--direction", "bwd", "--mask", mask, "--timer", "host",
+        "--seconds", "0.01", "--configs", "64,64,64,64,4,2;32,64,64,32,4,2,64,True", "--rounds", "1",
+        "--worker-until", str(sweep.time.time() + 60), "--output", str(output),
+    ]  # fmt: skip
+    assert sweep.main(argv) == 0
+    results = json.loads(output.read_text())
+    assert [row["status"] for row in results["rows"]] == ["ok", "ok"]
+    assert results["mask"] == mask
+
+
+@pytest.mark.parametrize(("head_dim", "count"), [(64, 10), (128, 9)])
+def test_configs_of_mma(head_dim, count):
+    assert len(sweep.grid("sm80", "fwd", head_dim, True)) == count
+    argv = ["--output", "x.json", "--implementation", "sm80", "--configs", "block_q=128, block_kv=32, q_in_smem=True"]
+    assert sweep.arguments(argv).configs == [
+        sweep.forward_sm80.AttentionForwardSm80(block_q=128, block_kv=32, q_in_smem=True)
+    ]
+
+
+def test_masks_are_for_triton(capsys):
+    with pytest.raises(SystemExit):
+        sweep.arguments(["--output", "x.json", "--mask", "blocks"])
+    assert "mask: got blocks, want none except for --implementation triton" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_hanging_config_is_abandoned(tmp_path, run_script):

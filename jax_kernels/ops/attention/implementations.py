@@ -429,6 +429,8 @@ def takes_results(implementation: str, inputs: AttentionInputs, options: Attenti
 
     out: the forward's result, [B, T, H, Dv].
     """
+    if implementation == "triton":
+        return config.backward.delta_in_dq
     return implementation == "mosaic_gpu" and backward_sm90.makes_rows(inputs, options, out, config=config.backward)
 
 

@@ -2,14 +2,15 @@
 
 Both passes recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse), and use
 dS = P * (dO V^T - delta), with a delta per query. They take seven matmuls where one pass needs five, but no program
-adds to another program's result: every run gives the same bits.
+adds to another program's result: every run gives the same bits. With wide heads a pass of its own may compute dvalue,
+in eight matmuls: two accumulators in one program leave few registers.
 
-The gradient of a bias is a third pass (triton/bias_gradient.py).
+The gradient of a bias is a pass of its own (triton/bias_gradient.py).
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,18 +46,58 @@ from jax_kernels.pallas.attention.triton.common import (
 )
 from jax_kernels.pallas.attention.triton.score_mod import array_gradients, operands_of, summed, tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
-from jax_kernels.pallas.kernel_types import needed
+from jax_kernels.pallas.kernel_types import Index, needed
 from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
+
+
+class RowTerms(NamedTuple):
+    """The values of each query that the kernels read.
+
+    dout: [B, T, H, Dv], in query's dtype. lse, delta, lse_lo: float32 [B, H, T]. lse is in base 2, or in natural units
+    if TracedCall.may_mask, and +inf for queries without keys. lse_lo is None without a bias or a score_mod. delta is
+    None if the dq kernel computes lse and delta, and has not run yet.
+    """
+
+    dout: jax.Array
+    lse: jax.Array
+    delta: jax.Array | None
+    lse_lo: jax.Array | None
+
+
+class Results(NamedTuple):
+    """The forward's results, from which the dq kernel computes lse and delta of the row terms.
+
+    lse, dlse: float32 [B, H, T]: natural log, -inf for queries without keys, and its cotangent, None for zeros. out:
+    [B, T, H, Dv].
+    """
+
+    lse: jax.Array
+    out: jax.Array
+    dlse: jax.Array | None
+
+
+class Accumulators(NamedTuple):
+    """The float32 sums of a block of keys in the dkv kernel's loop.
+
+    key, value: [block_kv, padded D]; None for a gradient that another kernel computes. operands: [block_kv] for each
+    operand of the score_mod whose gradient is summed over queries.
+    """
+
+    key: jax.Array | None
+    value: jax.Array | None
+    operands: tuple[jax.Array, ...] = ()
 
 
 def attention_backward(
     inputs: AttentionInputs,
     options: AttentionOptions,
     lse: Float32[Array, "B H T"],
-    delta: Float32[Array, "B H T"],
+    delta: Float32[Array, "B H T"] | None,
     dout: Float[Array, "B T H Dv"],
     lse_lo: Float32[Array, "B H T"] | None = None,
+    out: Float[Array, "B T H Dv"] | None = None,
+    dlse: Float32[Array, "B H T"] | None = None,
     *,
     config: AttentionBackwardTriton,
     core_count: int,
@@ -66,39 +107,55 @@ def attention_backward(
 
     lse: [B, H, T] float32, the forward's in natural log, but +inf for queries without keys. delta: [B, H, T] float32,
     the sum of out * dout over Dv, minus the cotangent of lse. dout: [B, T, H, Dv]. lse_lo: the forward's, with a bias
-    or a score_mod. bias and score_mod have a gradient only if the options ask for it; sinks have none here. config: the
-    block spec row.
+    or a score_mod. out, dlse: instead of delta, the forward's out and the cotangent of lse (None for zeros); lse is
+    then the forward's, unchanged. bias and score_mod have a gradient only if the options ask for it; sinks have none
+    here. config: the block spec row.
     """
     del core_count  # one program per tile: nothing is persistent
     bias = inputs.bias
     whole = inputs._replace(bias=aligned(inputs.bias))
-    by_key_blocks, by_query_blocks = (config.block_q_dkv, config.block_kv_dkv), (config.block_q_dq, config.block_kv_dq)
-    dkey_blocks, _, key_lists = TracedCall.listed(whole, options, by_key_blocks, interpret, by="key")
-    dquery_blocks, inputs, query_lists = TracedCall.listed(whole, options, by_query_blocks, interpret, by="query")
-    limiting = limiting_arrays(inputs, dquery_blocks.options)
-    rows = dout.astype(inputs.query.dtype), dquery_blocks.in_units(lse), delta, lse_lo
-    operands = operands_of(dquery_blocks, inputs)
-    dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config, key_lists)
-    dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config, query_lists)
+    listed = functools.partial(TracedCall.listed, whole, options, interpret=interpret)
+    call, inputs, lists = listed(blocks=(config.block_q_dq, config.block_kv_dq), by="query")
+    limiting, operands = limiting_arrays(inputs, call.options), operands_of(call, inputs)
+    results = None if out is None else Results(lse, out, dlse)
+    rows = RowTerms(dout.astype(inputs.query.dtype), call.in_units(lse), delta, lse_lo)
+    dquery, terms, by_query = _dq(inputs, *limiting, rows, results, operands, call, config, lists)
+    found: dict[str, jax.Array] = {}
+    by_key: list[jax.Array] = []
+    for names, block_q in _key_passes(config).items():
+        of_keys, _, key_lists = listed(blocks=(block_q, config.block_kv_dkv), by="key")
+        gradients, sums = _dkv(inputs, *limiting, terms, operands, of_keys, config, key_lists, names)
+        found |= gradients
+        by_key += sums
     dbias = None
     if bias is not None and options.bias_gradient:
-        of_all = dataclasses.replace(dquery_blocks, options=options)
+        of_all = dataclasses.replace(call, options=options)
         pairs = Pairs.of(whole, options, of_all)
-        dbias = gradient_of_tiles(whole, *limiting_arrays(whole, options), *rows, pairs, of_all, config)
+        limiting = limiting_arrays(whole, options)
+        of_rows = terms.dout, terms.lse, terms.delta, terms.lse_lo
+        dbias = gradient_of_tiles(whole, *limiting, *of_rows, pairs, of_all, config)
         dbias = dbias[..., : bias.shape[3]]
     dmod = None
     if inputs.score_mod is not None and options.score_mod_gradient:
-        dmod = array_gradients(dquery_blocks, inputs, operands, by_query, by_key)
-    return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
+        dmod = array_gradients(call, inputs, operands, by_query, by_key)
+    return AttentionGradients(dquery, found["key"], found["value"], dbias, score_mod=dmod)
 
 
-def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call, config, lists):
-    """[dkey, dvalue, *sums by key] from the pass whose programs own blocks of keys.
+def _key_passes(config: AttentionBackwardTriton) -> dict[tuple[str, ...], int]:
+    """The queries in a step of each kernel whose programs own blocks of keys, by the gradients that it computes."""
+    if config.block_q_dv is None:
+        return {("key", "value"): config.block_q_dkv}
+    return {("value",): config.block_q_dv, ("key",): config.block_q_dkv}
+
+
+def _dkv(inputs, bounds, q_ids, kv_ids, rows, operands, call, config, lists, names):
+    """(the gradients by name, [sums by key]) from a pass whose programs own blocks of keys.
 
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
-    q_ids, kv_ids: segment ids, or None. lse: in base 2, or in natural units if call.may_mask. operands: of the
-    score_mod, empty without one. lists: the block lists by key, or None. sums by key: for each operand with an
-    axis of keys that has a gradient, its gradient summed over queries, [B, H, S] float32.
+    q_ids, kv_ids: segment ids, or None. rows: the RowTerms. operands: of the score_mod, empty without one. lists: the
+    block lists by key, or None. names: of the gradients that the pass computes, "key" and "value" or one of them. sums
+    by key, from the pass for key: for each operand with an axis of keys that has a gradient, its gradient summed over
+    queries, [B, H, S] float32.
     """
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries of the query heads of this key head; without an axis of heads if the group has one head.
@@ -108,15 +165,16 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call
     kv_spec = lambda d: pl.BlockSpec((None, block_kv, None, padded(d)), lambda i, h, b: (b, i, h, 0))
     tile = lambda x: bias_spec(x, (None, heads, q_rows, block_kv), lambda i, h, b: (b, h, 0, i))
     key, value, bias = inputs.key, inputs.value, inputs.bias
+    of_key = "key" in names
     ins = {
         "bounds": whole_array(bounds),
         "query": (inputs.query, q_spec(call.head_dim)),
         "key": (key, kv_spec(call.head_dim)),
         "value": (value, kv_spec(call.v_head_dim)),
-        "dout": (dout, q_spec(call.v_head_dim)),
-        "lse": (lse, row_spec),
-        "delta": (delta, row_spec),
-        "lse_lo": None if lse_lo is None else (lse_lo, row_spec),
+        "dout": (rows.dout, q_spec(call.v_head_dim)),
+        "lse": (rows.lse, row_spec),
+        "delta": (rows.delta, row_spec),
+        "lse_lo": None if rows.lse_lo is None else (rows.lse_lo, row_spec),
         "bias": None if bias is None else (bias, tile(bias)),
         "operands": [(x, tile(x)) for x in operands],
         "lists": whole_lists(lists),
@@ -127,16 +185,18 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call
         ins["q_ids"] = q_ids, pl.BlockSpec((None, q_rows), lambda i, h, b: (b, 0))
         ins["kv_ids"] = kv_ids, pl.BlockSpec((None, block_kv), lambda i, h, b: (b, i))
         ins["ranges"] = whole_array(block_ranges.segment_ranges(kv_ids, block_kv, q_ids, call.block_q))
-    return run(
-        _dkv_kernel,
+    every = {"key": (key, call.head_dim), "value": (value, call.v_head_dim)}
+    outs = run(
+        functools.partial(_dkv_kernel, names=names),
         call,
         config,
-        name="attention_backward_dkv_triton",
+        name="attention_backward_dkv_triton" if len(names) == 2 else f"attention_backward_d{names[0][0]}_triton",
         grid=(call.kv_blocks, key.shape[2], key.shape[0]),
         ins=ins,
-        outs=[(_gradient_of(x, call), kv_spec(d)) for x, d in ((key, call.head_dim), (value, call.v_head_dim))]
-        + [(by_key, by_key_spec)] * len(summed(call, operands, by_key=True)),
+        outs=[(_gradient_of(x, call), kv_spec(d)) for name, (x, d) in every.items() if name in names]
+        + [(by_key, by_key_spec)] * len(summed(call, operands, by_key=True) if of_key else []),
     )
+    return dict(zip(names, outs, strict=False)), outs[len(names) :]
 
 
 def _gradient_of(x: jax.Array, call: TracedCall) -> jax.ShapeDtypeStruct:
@@ -144,8 +204,11 @@ def _gradient_of(x: jax.Array, call: TracedCall) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.float32 if call.options.float32_gradients else x.dtype)
 
 
-def _dkv_kernel(refs: Refs, *, call: TracedCall):
-    """Computes dkey and dvalue of a block of keys, in a loop over the query heads of its group and their queries."""
+def _dkv_kernel(refs: Refs, *, call: TracedCall, names: tuple[str, ...]):
+    """Computes the gradients of a block of keys, in a loop over the query heads of its group and their queries.
+
+    names: "key" and "value", or one of them.
+    """
     kv_index, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
     block_q, block_kv, group = call.block_q, call.block_kv, call.group
     first_head = kv_head * group
@@ -158,15 +221,15 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
     has_partial = limits.left >= 0 or limits.right >= 0
     in_range = limits.query_blocks(kv_start, block_kv, block_q, call.q_length, among, predicate_at_end=has_partial)
     k = load(refs.key, kv_start, limits.kv_length, call.head_dim)
-    v = load(refs.value, kv_start, limits.kv_length, call.v_head_dim)
+    of_key, of_value = "key" in names, "value" in names
+    v = load(refs.value, kv_start, limits.kv_length, call.v_head_dim) if of_key else None
     columns = row_mask(kv_start, block_kv, call.columns)
     kv_ids = None if refs.kv_ids is None else load_rows(refs.kv_ids, kv_start, call.kv_length, block_ranges.NO_KEY)
 
-    by_key = summed(call, refs.operands, by_key=True)
+    by_key = summed(call, refs.operands, by_key=True) if of_key else []
 
     # Everything is transposed, [keys, queries], so that P^T and dS^T are first operands as they are.
     def step(visit, state, *, head, blocks, partial):
-        dk, dv, *sums = state
         start = visit.block * block_q
         rows = pl.ds(start, block_q)
         of_head = lambda ref: ref.at[rows, :] if head is None else ref.at[rows, head, :]
@@ -192,56 +255,68 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
                 ids = load_rows(needed(refs.q_ids).at[rows], start, call.q_length, block_ranges.NO_QUERY)
             p = jnp.where(Queries.of(limits, start, block_q, ids).keep(keys, kv_ids, transposed=True), p, 0.0)
         dout = load(of_head(refs.dout), start, call.q_length, call.v_head_dim)
-        dv = dv + call.dot(p.astype(dout.dtype), dout, (1, 0))
+        if of_value:
+            state = state._replace(value=state.value + call.dot(p.astype(dout.dtype), dout, (1, 0)))
+        if not of_key:
+            return state
         delta = load_rows(row_of_head(refs.delta), start, call.q_length, 0.0)
-        ds, doperands = pullback(p, p * (call.dot(v, dout, (1, 1)) - delta[None, :]))
-        sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_key, sums, strict=True)]
-        dk = dk + call.dot(ds.astype(q.dtype), q, (1, 0))
-        return (dk, dv, *sums)
+        ds, doperands = pullback(p, p * (call.dot(needed(v), dout, (1, 1)) - delta[None, :]))
+        sums = tuple(x + doperands[i].sum(axis=1) for i, x in zip(by_key, state.operands, strict=True))
+        return state._replace(key=state.key + call.dot(ds.astype(q.dtype), q, (1, 0)), operands=sums)
 
     def one_head(head, state):
-        state = (*state, *(jnp.zeros((block_kv,), jnp.float32) for _ in by_key))
+        state = state._replace(operands=tuple(jnp.zeros((block_kv,), jnp.float32) for _ in by_key))
         own_head = first_head if head is None else first_head + head
         blocks = in_range if refs.lists is None else refs.lists.of(batch_index, own_head, kv_index)
-        dk, dv, *sums = block_loop(blocks, functools.partial(step, head=head, blocks=blocks), state)
-        for ref, x in zip(refs.outs[2:], sums, strict=True):
+        state = block_loop(blocks, functools.partial(step, head=head, blocks=blocks), state)
+        for ref, x in zip(refs.outs[len(names) :], state.operands, strict=True):
             x = jnp.where(keys < limits.kv_length, x, 0.0)
             plgpu.store(ref if head is None else ref.at[head], x, mask=row_mask(kv_start, block_kv, call.kv_length))
-        return dk, dv
+        return state._replace(operands=())
 
-    state = tuple(jnp.zeros((block_kv, padded(d)), jnp.float32) for d in (call.head_dim, call.v_head_dim))
-    dk, dv = one_head(None, state) if group == 1 else lax.fori_loop(0, group, one_head, state)
-    if refs.bounds is not None:
-        dk, dv = (jnp.where((keys < limits.kv_length)[:, None], x, 0.0) for x in (dk, dv))
-    dk_ref, dv_ref = refs.outs[:2]
-    store(dk_ref, (dk * call.options.scale).astype(dk_ref.dtype), kv_start, call.kv_length, call.head_dim)
-    store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
+    zeros = lambda wanted, d: jnp.zeros((block_kv, padded(d)), jnp.float32) if wanted else None
+    state = Accumulators(zeros(of_key, call.head_dim), zeros(of_value, call.v_head_dim))
+    state = one_head(None, state) if group == 1 else lax.fori_loop(0, group, one_head, state)
+    for name, ref in zip(names, refs.outs, strict=False):
+        x, factor, d = (
+            (state.key, call.options.scale, call.head_dim) if name == "key" else (state.value, 1.0, call.v_head_dim)
+        )
+        if refs.bounds is not None:
+            x = jnp.where((keys < limits.kv_length)[:, None], x, 0.0)
+        store(ref, (x if factor == 1.0 else x * factor).astype(ref.dtype), kv_start, call.kv_length, d)
 
 
-def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call, config, lists):
-    """[dquery, *sums by query] from the pass whose programs own blocks of queries.
+def _dq(inputs, bounds, q_ids, kv_ids, rows, results, operands, call, config, lists):
+    """(dquery, the RowTerms, [sums by query]) from the pass whose programs own blocks of queries.
 
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
-    q_ids, kv_ids: segment ids, or None. lse: in base 2, or in natural units if call.may_mask. operands: of the
-    score_mod, empty without one. lists: the block lists by query, or None. sums by query: for each operand without
-    an axis of keys that has a gradient, its gradient summed over keys, [B, H, T] float32.
+    q_ids, kv_ids: segment ids, or None. rows: the RowTerms. results: None, or the Results from which the pass computes
+    lse and delta of rows. operands: of the score_mod, empty without one. lists: the block lists by
+    query, or None. sums by query: for each operand without an axis of keys that has a gradient, its gradient summed
+    over keys, [B, H, T] float32.
     """
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands, lists)
-    rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
-    rows["lse_lo"] = None if lse_lo is None else (lse_lo, programs.row_spec)
     query, spec = inputs.query, programs.q_spec(call.head_dim)
-    by_query = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)
-    return run(
+    given: dict[str, Any] = {"lse": rows.lse, "delta": rows.delta, "lse_lo": rows.lse_lo}
+    ins = programs.ins | {"dout": (rows.dout, programs.q_spec(call.v_head_dim))}
+    if results is not None:
+        given |= {"lse": results.lse, "delta": results.dlse}
+        ins["out"] = results.out, programs.q_spec(call.v_head_dim)
+    per_query = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32), programs.row_spec
+    made = 0 if results is None else 2
+    dquery, *outs = run(
         _dq_kernel,
         call,
         config,
         name="attention_backward_dq_triton",
         grid=programs.grid,
-        ins=programs.ins | {"dout": (dout, programs.q_spec(call.v_head_dim))} | rows,
-        outs=[(_gradient_of(query, call), spec)]
-        + [(by_query, programs.row_spec)] * len(summed(call, operands, by_key=False)),
+        ins=ins | {name: None if x is None else (x, programs.row_spec) for name, x in given.items()},
+        outs=[(_gradient_of(query, call), spec)] + [per_query] * (made + len(summed(call, operands, by_key=False))),
         q_block=programs.q_block,
     )
+    if made:
+        rows = rows._replace(lse=outs[0], delta=outs[1])
+    return dquery, rows, outs[made:]
 
 
 def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
@@ -257,8 +332,7 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
     rows = row_mask(q_start, block_q, call.q_length)
     q = load(refs.query, q_start, call.q_length, call.head_dim)
     dout = load(needed(refs.dout), q_start, call.q_length, call.v_head_dim)
-    lse = load_rows(needed(refs.lse), q_start, call.q_length, jnp.inf)
-    delta = load_rows(needed(refs.delta), q_start, call.q_length, 0.0)
+    lse, delta = _row_terms(refs, call, dout, q_start)
     lse_lo = None if refs.lse_lo is None else load_rows(refs.lse_lo, q_start, call.q_length, 0.0)[:, None]
     q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, block_ranges.NO_QUERY)
     queries = Queries.of(limits, q_start, block_q, q_ids)
@@ -282,7 +356,23 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
 
     zeros = [jnp.zeros((block_q, padded(call.head_dim)), jnp.float32)]
     dq, *sums = block_loop(blocks, step, (*zeros, *(jnp.zeros((block_q,), jnp.float32) for _ in by_query)))
-    dq_ref, *sum_refs = refs.outs
+    dq_ref, *row_refs = refs.outs
+    made, sum_refs = ([], row_refs) if refs.out is None else (row_refs[:2], row_refs[2:])
+    for ref, x in zip(made, (lse, delta), strict=False):
+        plgpu.store(ref, x, mask=rows)
     for ref, x in zip(sum_refs, sums, strict=True):
         plgpu.store(ref, x, mask=rows)
     store(dq_ref, (dq * call.options.scale).astype(dq_ref.dtype), q_start, call.q_length, call.head_dim)
+
+
+def _row_terms(refs: Refs, call: TracedCall, dout: jax.Array, q_start: Index) -> tuple[jax.Array, jax.Array]:
+    """(lse, delta) of a block of queries, float32 [block_q], as RowTerms has them; computed if the Refs have out."""
+    lse = load_rows(needed(refs.lse), q_start, call.q_length, jnp.inf)
+    delta = None if refs.delta is None else load_rows(refs.delta, q_start, call.q_length, 0.0)
+    if refs.out is None:
+        return lse, needed(delta)
+    out = load(refs.out, q_start, call.q_length, call.v_head_dim)
+    dead, total = lse == -jnp.inf, (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=1)
+    if delta is not None:
+        total = total - jnp.where(dead, 0.0, delta)
+    return jnp.where(dead, jnp.inf, call.in_units(lse)), total

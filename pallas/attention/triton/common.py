@@ -52,9 +52,10 @@ class Refs(NamedTuple):
     ids. ranges: int32 [B, blocks, 4]: for each block that a program may own, the range of blocks with which it shares
     segments, and the range of blocks with only its own segment. bounds: int32 [B, 2 or 3]: the position of query 0, the
     number of keys, and the first query with keys. lse (base 2, or natural units if TracedCall.may_mask), delta, lse_lo:
-    float32 of each query, for a backward. operands: values that a score_mod reads. Only for the gradients of large
-    rows: sums, the gradients so far of query, key and value; and large, int32 [B, Hkv], nonzero for key heads with
-    large rows. lists: the block lists of a mask. outs: the arrays that the kernel writes.
+    float32 of each query, for a backward. out: the forward's result, in a kernel that computes delta from it; lse is
+    then in natural log, and delta is the cotangent of lse, or None. operands: values that a score_mod reads. Only for
+    the gradients of large rows: sums, the gradients so far of query, key and value; and large, int32 [B, Hkv], nonzero
+    for key heads with large rows. lists: the block lists of a mask. outs: the arrays that the kernel writes.
     """
 
     query: Ref
@@ -70,6 +71,7 @@ class Refs(NamedTuple):
     ranges: Ref | None = None
     bounds: Ref | None = None
     dout: Ref | None = None
+    out: Ref | None = None
     lse: Ref | None = None
     delta: Ref | None = None
     lse_lo: Ref | None = None
@@ -335,13 +337,17 @@ def run(
 def listed_blocks(
     inputs: AttentionInputs, forward: AttentionForwardTriton, backward: AttentionBackwardTriton
 ) -> list[tuple[tuple[int, int], str]]:
-    """((block_q, block_kv), by) of the block lists of each kernel: the forward, dkey and dvalue, and dquery."""
+    """((block_q, block_kv), by) of the block lists of each kernel: the forward, dkey and dvalue, dquery, and dvalue if
+    it has a kernel of its own.
+    """
     q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
     fitted = lambda block_q, block_kv: (fit(block_q, q_length), fit(block_kv, kv_length))
+    of_dvalue = [] if backward.block_q_dv is None else [(fitted(backward.block_q_dv, backward.block_kv_dkv), "key")]
     return [
         (fitted(forward.block_q, forward.block_kv), "query"),
         (fitted(backward.block_q_dkv, backward.block_kv_dkv), "key"),
         (fitted(backward.block_q_dq, backward.block_kv_dq), "query"),
+        *of_dvalue,
     ]
 
 

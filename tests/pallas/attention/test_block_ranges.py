@@ -176,6 +176,7 @@ def test_tile_without_keys_visits_one_masked_block():
         (lambda: specs.AttentionForwardTriton(96, 64, 4, 2), "block_q=96 must be a power of two"),
         (lambda: specs.AttentionForwardTriton(64, 64, 3, 2), "num_warps=3 must be a power of two"),
         (lambda: specs.AttentionBackwardTriton(64, 64, 64, 8, 4, 2), "block_kv_dq=8 must be a positive multiple of 16"),
+        (lambda: specs.AttentionBackwardTriton(64, 64, 64, 64, 4, 2, 48), "block_q_dv=48 must be a power of two"),
     ],
 )
 def test_wrong_block_specs_fail_at_construction(make, message):

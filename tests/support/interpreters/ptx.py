@@ -1,4 +1,4 @@
-"""Runs the PTX of a kernel on the CPU: kernels of one warpgroup, with mma.sync and cp.async, without clusters.
+"""Runs the PTX of a kernel on the CPU: up to two warpgroups, with mma.sync and cp.async, without clusters.
 
 JAX's interpreter runs the operations of a kernel on whole tiles. It sees neither the addresses of copies, nor the
 registers of an mma, nor the barriers between warps. This interpreter runs the instructions that ptxas gets. It raises
@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-THREADS, WARPS = 128, 4
+THREADS, WARPS = 256, 8  # at most
 _THREAD = np.arange(THREADS)
 _WARP, _LANE = np.divmod(_THREAD, 32)
 _GROUP, _PAIR = np.divmod(_LANE, 4)  # a thread's row and pair of columns in an 8 x 8 matrix
@@ -43,10 +43,13 @@ _FUNCTIONS = {
 
 
 class Kernel:
-    """A kernel, parsed from PTX. opcodes: the number of instructions by opcode."""
+    """A kernel, parsed from PTX. opcodes: the number of instructions by opcode. exists: which threads a CTA has."""
 
     def __init__(self, text: str):
         text = re.sub(r"//.*", "", text)
+        threads = re.search(r"\.(?:max|req)ntid (\d+)", text)
+        assert threads, "no number of threads"
+        self.exists = np.arange(THREADS) < int(threads[1])
         body = text[text.index("\n{") + 2 : text.index("\n}")]
         self.instructions: list[tuple[str, list[str], list[str]]] = []  # guard, parts of the opcode, operands
         self.labels: dict[str, int] = {}
@@ -63,30 +66,40 @@ class Kernel:
 
     def run(self, arrays: Sequence[np.ndarray], ctas: int) -> None:
         """Runs all CTAs. arrays: the arrays of the kernel's parameters, C-contiguous. It writes the results' arrays."""
-        gmem = [x.reshape(-1).view(np.uint8) for x in arrays]
+        flat = [x.reshape(-1).view(np.uint8) for x in arrays]
+        ends = np.cumsum([x.size for x in flat])
+        gmem = np.concatenate(flat)
         for cta in range(ctas):
-            _Cta(self, gmem, cta).run()
+            _Cta(self, gmem, ends, cta).run()
+        for x, part in zip(flat, np.split(gmem, ends[:-1]), strict=True):
+            x[:] = part
 
 
 class _Cta:
-    def __init__(self, kernel: Kernel, gmem: list[np.ndarray], cta: int):
-        self.kernel, self.gmem, self.cta = kernel, gmem, cta
+    """A CTA. gmem: the bytes of all arrays. ends: of each array in gmem."""
+
+    def __init__(self, kernel: Kernel, gmem: np.ndarray, ends: np.ndarray, cta: int):
+        self.kernel, self.gmem, self.ends, self.cta = kernel, gmem, ends, cta
         self.registers: dict[str, np.ndarray] = {}
         self.smem = np.full(_SHARED_BYTES, 0xFF, np.uint8)  # NaNs
         # For each byte: the warp that wrote it since the last barrier, whether each warp read it, copies in flight.
         self.writer = np.full(_SHARED_BYTES, -1, np.int8)
         self.readers = np.zeros((WARPS, _SHARED_BYTES), bool)
         self.in_flight = np.zeros(_SHARED_BYTES, np.int8)
-        self.groups: list[list[tuple]] = [[]]  # of copies; the last group is not committed
+        # Groups of copies by warp; the last group of each is not committed.
+        self.groups: list[list[list[tuple]]] = [[[]] for _ in range(WARPS)]
+        self.waiting = np.zeros(THREADS, bool)  # at a barrier
         self.active = np.ones(THREADS, bool)
 
     def run(self) -> None:
         """Runs the threads at the earliest instruction, until all threads have ended."""
         count = len(self.kernel.instructions)
-        counter = np.zeros(THREADS, np.int64)
-        while (now := counter.min()) < count:
+        counter = np.where(self.kernel.exists, 0, count)
+        while (counter < count).any():
+            now = counter[~self.waiting].min()
+            assert now < count, "threads end while others wait at a barrier"
             guard, (name, *parts), operands = self.kernel.instructions[now]
-            self.active = counter == now
+            self.active = (counter == now) & ~self.waiting
             counter[self.active] += 1
             if guard:
                 self.active &= (self.registers[guard.lstrip("!")] != 0) != guard.startswith("!")
@@ -158,7 +171,7 @@ class _Cta:
 
     def _shfl(self, parts: list[str], operands: list[str]) -> None:
         assert ".".join(parts[:2]) in ("sync.bfly", "sync.idx")
-        assert self.active.all()
+        self.active_warps()
         lane = _LANE ^ int(operands[2]) if parts[1] == "bfly" else int(operands[2])
         self.write(operands[0], self.read(operands[1], np.uint32)[32 * _WARP + lane])
 
@@ -172,20 +185,29 @@ class _Cta:
 
     def _bar(self, parts: list[str], operands: list[str]) -> None:
         assert parts == ["sync"]
-        assert self.active.all()
-        self.writer[:], self.readers[:] = -1, False
+        assert len(operands) == 1 or int(operands[1]) == self.kernel.exists.sum()
+        self.waiting |= self.active
+        if (self.waiting == self.kernel.exists).all():
+            self.waiting[:] = False
+            self.writer[:], self.readers[:] = -1, False
+
+    def active_warps(self) -> list[int]:
+        """The warps at this instruction, all of whose threads are at it."""
+        warps = sorted(set(_WARP[self.active].tolist()))
+        assert self.active.sum() == 32 * len(warps), "a warp diverges"
+        return warps
 
     def address(self, operand: str) -> np.ndarray:
         base, _, offset = operand[1:-1].partition("+")
         return self.read(base, np.int64) + int(offset or 0)
 
     def bytes_of_gmem(self, address: np.ndarray, width: int, threads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(the array's bytes, indices [threads, width]) of the accesses of some threads, which use one array."""
-        (array,) = set((address[threads] >> 40).tolist())
-        index = (address[threads] & ((1 << 40) - 1))[:, None] + np.arange(width)
-        assert index.max() < self.gmem[array - 1].size, "access outside the arrays"
+        """(the bytes of all arrays, indices [threads, width]) of the accesses of some threads."""
+        array, index = (address[threads] >> 40) - 1, (address[threads] & ((1 << 40) - 1))[:, None] + np.arange(width)
+        index += (self.ends - np.diff(self.ends, prepend=0))[array][:, None]
+        assert (index < self.ends[array][:, None]).all(), "access outside the arrays"
         assert not (address[threads] % width).any(), "unaligned access"
-        return self.gmem[array - 1], index
+        return self.gmem, index
 
     def read_smem(self, address: np.ndarray, width: int) -> np.ndarray:
         """uint8 [threads, width], for all threads."""
@@ -239,29 +261,33 @@ class _Cta:
 
     def _cp(self, parts: list[str], operands: list[str]) -> None:
         assert parts[0] == "async"
-        assert self.active.all()
+        mine = self.active
         if parts[1] == "commit_group":
-            self.groups.append([])
+            for warp in self.active_warps():
+                self.groups[warp].append([])
         elif parts[1] == "wait_group":
-            while len(self.groups) - 1 > int(operands[0]):
-                for index, values in self.groups.pop(0):
-                    self.in_flight[index] -= 1
-                    self.mark_written(index, _WARP)
-                    self.smem[index] = values
+            for warp in self.active_warps():
+                while len(self.groups[warp]) - 1 > int(operands[0]):
+                    for index, values in self.groups[warp].pop(0):
+                        self.in_flight[index] -= 1
+                        self.mark_written(index, np.full(len(index), warp))
+                        self.smem[index] = values
         else:
             width, size = int(operands[2]), self.read(operands[3] if len(operands) > 3 else operands[2], np.int64)
             index, values = self.address(operands[0])[:, None] + np.arange(width), np.zeros((THREADS, width), np.uint8)
             assert np.isin(size, [0, width]).all()
             assert not (index[:, 0] % width).any()
-            if (size > 0).any():
-                array, source = self.bytes_of_gmem(self.address(operands[1]), width, size > 0)
-                values[size > 0] = array[source]
-            self.mark_written(index, _WARP)
-            self.in_flight[index] += 1
-            self.groups[-1].append((index, values))
+            if (loads := mine & (size > 0)).any():
+                array, source = self.bytes_of_gmem(self.address(operands[1]), width, loads)
+                values[loads] = array[source]
+            for warp in set(_WARP[mine].tolist()):
+                of_warp = mine & (warp == _WARP)
+                self.mark_written(index[of_warp], _WARP[of_warp])
+                self.in_flight[index[of_warp]] += 1
+                self.groups[warp][-1].append((index[of_warp], values[of_warp]))
 
     def _ldmatrix(self, parts: list[str], operands: list[str]) -> None:
-        assert self.active.all()
+        self.active_warps()
         assert "m8n8" in parts
         targets = _REGISTER.findall(operands[0])
         assert len(targets) == 4  # each group of 8 threads has the addresses of the rows of one matrix
@@ -272,7 +298,7 @@ class _Cta:
             self.write(target, pair.view(np.uint32)[:, 0])
 
     def _stmatrix(self, parts: list[str], operands: list[str]) -> None:
-        assert self.active.all()
+        self.active_warps()
         assert "m8n8" in parts
         assert "trans" not in parts
         sources = _REGISTER.findall(operands[1])
@@ -281,15 +307,16 @@ class _Cta:
             for element in range(2):
                 halves = self.read(source, np.uint32)[:, None].view(np.uint16)
                 rows[_WARP, i, _GROUP, 2 * _PAIR + element] = halves[:, element]
-        has_row = len(sources) * 8 > _LANE
+        has_row = self.active & (len(sources) * 8 > _LANE)
         index = self.address(operands[0])[has_row, None] + np.arange(16)
         assert not self.in_flight[index].any(), "write of a copy in flight"
         self.mark_written(index, _WARP[has_row])
-        self.smem[index] = rows.reshape(-1, 8).view(np.uint8)
+        of_thread = has_row[len(sources) * 8 > _LANE]
+        self.smem[index] = rows.reshape(-1, 8).view(np.uint8)[of_thread]
 
     def _mma(self, parts: list[str], operands: list[str]) -> None:
         assert parts[:5] == ["sync", "aligned", "m16n8k16", "row", "col"]
-        assert self.active.all()
+        self.active_warps()
         names = [_REGISTER.findall(operand) for operand in operands]
         half = _HALVES[parts[6]]
         halves = lambda name: self.read(name, np.uint32)[:, None].view(half).astype(np.float32)  # [threads, 2]

@@ -40,11 +40,20 @@ CASES = {
         Case("rising", batch=1, q_length=70, kv_length=300, heads=1, kv_heads=1, magnitude=8.0, dtype="float16"),
         Case("bounds", q_length=100, kv_length=160, heads=1, kv_heads=1, **_BOUNDS),
         Case("window", batch=1, q_length=200, kv_length=200, heads=1, kv_heads=1, window=(33, 20), **_WIDE),
+        Case("two_warpgroups", batch=1, q_length=200, kv_length=200, heads=1, kv_heads=1, is_causal=True, **_WIDE),
+        Case("queries_in_smem", batch=1, q_length=140, kv_length=140, heads=1, kv_heads=1, is_causal=True, **_WIDE),
+        Case("both", q_length=150, kv_length=160, heads=1, kv_heads=1, **_BOUNDS),
         Case("head_dim_80", batch=1, q_length=40, kv_length=30, heads=1, kv_heads=1, head_dim=80, v_head_dim=80),
     )
 }
 # Blocks other than the default, by case.
-BLOCKS = {"rising": AttentionForwardSm80(block_q=128), "window": AttentionForwardSm80(block_kv=32)}
+BLOCKS = {
+    "rising": AttentionForwardSm80(block_q=128),
+    "window": AttentionForwardSm80(block_kv=32),
+    "two_warpgroups": AttentionForwardSm80(warpgroups=2),
+    "queries_in_smem": AttentionForwardSm80(block_q=128, block_kv=32, q_in_smem=True),
+    "both": AttentionForwardSm80(block_q=64, block_kv=32, q_in_smem=True, warpgroups=2),
+}
 
 
 def _call(case, interpret):
@@ -98,7 +107,7 @@ def _run_ptx(gpu, name):
     def run(kernel):
         out = np.full(arrays[3].shape, np.nan, arrays[3].dtype)
         lse = np.full((case.batch, case.heads, case.q_length), np.nan, np.float32)
-        ctas = case.batch * case.heads * -(-case.q_length // config.block_q)
+        ctas = case.batch * case.heads * -(-case.q_length // config.rows)
         # MLIR orders a kernel's parameters by their first use.
         kernel.run([*bounds, *map(np.array, arrays[:3]), out, lse], ctas)
         return out, lse
@@ -124,12 +133,16 @@ FAULTS = {
     "read of a copy in flight": (r"cp.async.wait_group 0;", ""),
     "access outside the arrays": (r"(selp.b32.*), 16, 0,", r"\1, 16, 16,"),
 }
-INTERPRETED = tiers.groups(CASES, {"bounds"}, 3)
+# The interpreter of Mosaic kernels has no barrier for two warpgroups: their cases run as PTX only.
+ONE_WARPGROUP = [name for name in CASES if BLOCKS.get(name, AttentionForwardSm80()).warpgroups == 1]
+INTERPRETED = tiers.groups(ONE_WARPGROUP, {"bounds"}, 3)
+# Bytes. sm_120's instructions address shared memory with more registers.
+SPILLS = {("rtx pro 6000", "queries_in_smem"): 256}
 # XLA pads head_dim 80 before the kernel.
 COMPILED = tiers.some_pairs(
     ["a100", "a6000", "rtx4090", "h200", "rtx pro 6000"],
     [name for name in CASES if name != "head_dim_80"],
-    {("a100", "causal"), ("rtx pro 6000", "rising")},
+    {("a100", "causal"), ("rtx pro 6000", "rising"), ("a6000", "two_warpgroups"), ("h200", "queries_in_smem")},
 )
 
 
@@ -149,7 +162,8 @@ def test_interpreted(names):
 def test_compiled(gpu, name):
     printed, mosaic, _ = compile_case.compile_script(__file__, gpu, name)
     (figures,) = mosaic.values()
-    assert figures["spill_stores"] == figures["spill_loads"] == 0, figures
+    most = SPILLS.get((gpu, name), 0)
+    assert max(figures["spill_stores"], figures["spill_loads"]) <= most, figures
     assert figures["notes"] == []
     assert figures["shared_memory"] <= device_info(gpu).shared_memory_per_block
     found = json.loads(printed)
@@ -182,13 +196,28 @@ def test_refuses(changes, error, message):
         forward(AttentionInputs(*_shapes(case)), options, out_dtype=case.dtype)
 
 
-def test_refuses_blocks_that_spill():
-    forward = functools.partial(attention_forward, config=AttentionForwardSm80(block_q=128), interpret=False)
-    with pytest.raises(ValueError, match="got block_q 128 for head_dim 128, want 64"):
+def test_refuses_to_interpret_two_warpgroups():
+    forward = functools.partial(attention_forward, config=AttentionForwardSm80(warpgroups=2), interpret=True)
+    with pytest.raises(NotImplementedError, match="interpret: got True with 2 warpgroups"):
         forward(AttentionInputs(*_shapes(CASES["causal"])), AttentionOptions(scale=1.0), out_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("blocks", [{"block_q": 96}, {"block_kv": 128}, {"block_q": 128, "block_kv": 32}])
+def test_refuses_blocks_that_spill():
+    forward = functools.partial(attention_forward, config=AttentionForwardSm80(block_q=128), interpret=False)
+    with pytest.raises(ValueError, match="got block_q 128 for head_dim 128, want 64 or q_in_smem"):
+        forward(AttentionInputs(*_shapes(CASES["causal"])), AttentionOptions(scale=1.0), out_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"block_q": 96},
+        {"block_kv": 128},
+        {"block_q": 128, "block_kv": 32},
+        {"warpgroups": 2, "block_kv": 32},
+        {"warpgroups": 3},
+    ],
+)
 def test_refuses_blocks(blocks):
     with pytest.raises(ValueError, match=r"got .*, want"):
         AttentionForwardSm80(**blocks)
