@@ -6,8 +6,9 @@ A shape is rows,columns,inner,groups. Sizes of the groups: "even"; "skewed", in 
 random order. Peers: "ragged_dot"; "torch", torch._grouped_mm; "dense", one matmul [rows, inner] @ [inner, columns] by
 XLA, which has the same FLOPs and reads the weights of one group only; "jla", jax-linear-attention's Hopper kernel, not
 by default. --with-gradients times the forward and the gradients of x and w. --epilogue adds a bias and silu to this
-library's calls, without peers. --sweep times other blocks of the Triton kernels, forward and gradient of the weights,
-as "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as "num_stages=3".
+library's calls, without peers. --sweep times other blocks, forward and gradient of the weights: of the Triton
+kernels as "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as
+"num_stages=3"; of the Hopper kernels as "mosaic_gpu:stages=3,snake=0".
 
 The exit status is 1 if a contender failed or was wrong.
 """
@@ -107,7 +108,7 @@ def compiled(case: Case, sets: list[dict[str, Any]], op: Callable[..., Any]) -> 
 def ours(
     case: Case, sets: list[dict[str, Any]], implementation: str, blocks: dict[str, int] | None = None
 ) -> Callable[[int], Any]:
-    """The call. blocks: the fields to replace in both block specs of a Triton call, by name."""
+    """The call. blocks: the fields to replace in both of its block specs, by name."""
     options: dict[str, Any] = {"activation": "silu"} if case.has_epilogue else {}
     options |= {"precision": "tf32"} if case.dtype == "tf32" else {}
     op = functools.partial(grouped_matmul, implementation=implementation, **options)
@@ -128,7 +129,7 @@ def by_ragged_dot(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any
 
 
 def by_jla(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
-    """jax-linear-attention's kernel, told that no row lies past the groups."""
+    """jax-linear-attention's kernel, with the option that no row lies past the groups."""
     if importlib.util.find_spec("jla") is None:
         raise NotImplementedError("jla is not installed")
     from jla.ops.mosaic_gpu.ragged_dot import ragged_dot
@@ -163,8 +164,14 @@ def by_torch(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
     return call
 
 
+def _implementation(part: str) -> str:
+    """The implementation of a part of --sweep: "triton" if it names none."""
+    return part.partition(":")[0] if ":" in part else "triton"
+
+
 def _blocks(part: str) -> dict[str, int]:
     """The fields of a block spec in a part of --sweep, given in order or by name."""
+    part = part.rpartition(":")[2]
     if "=" not in part:
         return dict(zip(SWEPT, command_line.numbers(part), strict=True))
     return {name: int(value) for name, value in (word.split("=") for word in part.split(","))}
@@ -185,10 +192,12 @@ def contenders_of(case: Case, sets: list[dict[str, Any]], args: argparse.Namespa
                 with gpu_alone():
                     contender.judge(relative_error(output, wanted), "xla", TOLERANCE)
 
-    for name in ("triton",) if args.sweep else args.implementations:
+    parts = [part for part in (args.sweep or "").split(";") if part]
+    swept = list(dict.fromkeys(_implementation(part) for part in parts))
+    for name in swept or args.implementations:
         add(name, "jax", lambda name=name: ours(case, sets, name))
-    for part in filter(None, (args.sweep or "").split(";")):
-        add(part, "jax", lambda part=part: ours(case, sets, "triton", _blocks(part)))
+    for part in parts:
+        add(part, "jax", lambda part=part: ours(case, sets, _implementation(part), _blocks(part)))
     if case.has_epilogue:
         return found
     if "ragged_dot" in args.peers:
@@ -220,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--epilogue", action="store_true", help="with a bias and silu")
     parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="comma list of this library's")
     parser.add_argument("--peers", default=PEERS)
-    parser.add_argument("--sweep", help="blocks of the Triton kernels, separated by ';'")
+    parser.add_argument("--sweep", help="blocks of the Triton or Hopper kernels, separated by ';'")
     args = parser.parse_args(argv)
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("sizes", args.sizes, SIZES)

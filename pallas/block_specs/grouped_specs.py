@@ -13,12 +13,16 @@ class GroupedSm90:
     In the gradient of w, a block has 128 rows and block_n columns of one group's gradient, and steps of 64 rows of x.
     stages: the number of stages of the pipeline in shared memory, each with 64 values of the inner dimension. The
     kernel uses fewer stages if shared memory lacks room. row_group: the number of row tiles that run at the same time.
-    The L2 cache holds their x.
+    The L2 cache holds their x. largest_first: whether the longest work tiles come first: tiles with rows for both
+    warpgroups, and in the gradient of w the largest groups. snake: whether every other turn has the opposite order of
+    CTAs, which balances work tiles that become shorter.
     """
 
     block_n: int
     stages: int
     row_group: int
+    largest_first: bool = True
+    snake: bool = True
 
     def __post_init__(self) -> None:
         positive(self, block_n=64, stages=1, row_group=1)
@@ -30,15 +34,18 @@ class GroupedSm90:
 class GroupedOrder:
     """The order in which implementations of a grouped matmul are tried.
 
-    names: of the implementations, in order. measured_on: the GPU on which the order was timed; None if on none.
+    The first order of a table that matches a call is used. names: of the implementations, in order. mean_rows: the
+    largest mean number of rows of a group; None matches any. measured_on: the GPU on which the order was timed; None if
+    on none.
     """
 
     names: tuple[str, ...]
+    mean_rows: int | None = None
     measured_on: TimedGpu | None = None
 
-    def serves(self, call: None) -> bool:
-        """True: the order holds for all calls."""
-        return True
+    def serves(self, sizes: tuple[int, int]) -> bool:
+        """Whether the order holds for a call with this many (rows of x, groups)."""
+        return self.mean_rows is None or sizes[0] <= self.mean_rows * sizes[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -204,12 +204,12 @@ def low_bit_row(
     return _row(compute_capability, implementation, "matmul_low_bit", call)
 
 
-def grouped_order(compute_capability: Capability) -> tuple[tuple[str, ...], str]:
+def grouped_order(compute_capability: Capability, *, rows: int, groups: int) -> tuple[tuple[str, ...], str]:
     """(names of grouped_matmul's implementations in the order in which they are tried, the origin of this order).
 
-    The only name is "xla" without a GPU, and below compute capability 8.0.
+    rows: of x. groups: their number. The only name is "xla" without a GPU, and below compute capability 8.0.
     """
-    return _order(compute_capability, "grouped_order", None)
+    return _order(compute_capability, "grouped_order", (rows, groups))
 
 
 def grouped_row(compute_capability: Capability, implementation: str, call: GroupedCall) -> tuple[GroupedRow, str]:

@@ -157,6 +157,17 @@ FEW_GROUPED, _, *OTHER_GROUPED = SM80.grouped
 # As in MATMUL_TRITON, wgmma leaves registers for twice sm_80's block_k. 32768 x 1280 x 2560 in 64 groups: 0.80 of the
 # speed of a dense matmul.
 WIDE_GROUPED = MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
+# Rows x inner x columns, groups, ms: the Hopper kernels, Triton, torch._grouped_mm; with gradients after the semicolon.
+# Even groups, and skewed groups below, before the row's largest_first and snake:
+#   32768 x 2560 x 1280, 64   0.316 0.352 0.343; 1.074 1.262 1.094
+#   skewed                    0.361 0.384 0.386; 1.188 1.313 1.258
+#   16384 x 4096 x 14336, 8   2.480 2.940 2.691; 7.858 9.593 8.221
+#   skewed                    2.627 3.178 2.738
+# "xla" takes 8.7 times as long as Triton. Few rows in a group are not measured.
+GROUPED_ORDER = (
+    GroupedOrder(mean_rows=64, names=("triton", "mosaic_gpu", "xla")),
+    GroupedOrder(names=("mosaic_gpu", "triton", "xla"), measured_on=H200),
+)
 GROUPED = (
     # The blocks of the matmul.
     GroupedRow(
@@ -164,6 +175,7 @@ GROUPED = (
         bits=16,
         forward=GroupedSm90(block_n=256, stages=4, row_group=8),
         weight_gradient=GroupedSm90(block_n=256, stages=4, row_group=8),
+        measured_on=H200,
     ),
     FEW_GROUPED,
     GroupedRow(
@@ -270,8 +282,7 @@ SM90 = BlockSpecs(
     matmul=MATMUL,
     low_bit_order=LOW_BIT_ORDER,
     matmul_low_bit=MATMUL_LOW_BIT,
-    # The Hopper kernel has not run on a GPU. On an H100 "xla" takes 8.7 times as long as Triton for both gradients.
-    grouped_order=(GroupedOrder(names=("triton", "mosaic_gpu", "xla")),),
+    grouped_order=GROUPED_ORDER,
     grouped=GROUPED,
     norm_order=NORM_ORDER,
     norm=NORM,

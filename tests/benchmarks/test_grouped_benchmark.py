@@ -32,7 +32,11 @@ def test_blocks_override_the_plan(monkeypatch):
     arrays |= {"group_sizes": jax.ShapeDtypeStruct((4,), jnp.int32)}
     with on_device("H200"):
         benchmark.ours(case, [arrays], "triton", benchmark._blocks("num_warps=2,block_m=32"))
+        part = "mosaic_gpu:row_group=3,snake=0"
+        benchmark.ours(case, [arrays], benchmark._implementation(part), benchmark._blocks(part))
     assert programs[0].count("num_warps=2") == 3
+    assert programs[1].count("grouped_matmul_sm90") >= 2
+    assert benchmark._blocks(part) == {"row_group": 3, "snake": 0}
     assert benchmark._blocks("128,64,32,4,3,8") == {
         "block_m": 128, "block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 3, "row_group": 8
     }  # fmt: skip

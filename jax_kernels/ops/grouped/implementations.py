@@ -150,7 +150,7 @@ IMPLEMENTATIONS = {
 
 
 def _order(request: GroupedRequest) -> tuple[tuple[str, ...], str]:
-    return block_specs.grouped_order(request.device.compute_capability)
+    return block_specs.grouped_order(request.device.compute_capability, rows=request.m, groups=request.groups)
 
 
 OP = PlannedOp("grouped_matmul", IMPLEMENTATIONS, _order)

@@ -17,16 +17,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.inputs.group_tiles import found_tiles, group_offsets
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
 from jax_kernels.pallas.grouped.sm90.state import (
     BLOCK_K,
+    BLOCK_M,
     BUFFERS,
     COLUMNS,
     COMPUTE_WGS,
     ROWS,
     Kernel,
-    Schedule,
     Smem,
     Traits,
     WorkTile,
@@ -49,7 +50,9 @@ def grouped_matmul(
     JAX's interpreter.
     """
     traits = Traits.of(inputs, options, config)
-    leaves, tree = jax.tree.flatten((inputs._replace(group_sizes=None), Schedule.of(inputs.group_sizes, traits.m)))  # type: ignore[arg-type]
+    offsets = group_offsets(inputs.group_sizes, traits.m)
+    schedule = found_tiles(offsets, traits.m, BLOCK_M, short_last=config.largest_first)
+    leaves, tree = jax.tree.flatten((inputs._replace(group_sizes=None), schedule))  # type: ignore[arg-type]
     out = jax.ShapeDtypeStruct((traits.m, traits.n), options.out_dtype)
     ctas = min(core_count, traits.row_tiles * traits.n_blocks)
 

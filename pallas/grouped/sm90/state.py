@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.inputs.group_tiles import group_offsets, group_tiles, tile_count
+from jax_kernels.inputs.group_tiles import FoundTiles, tile_count
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
@@ -29,52 +29,57 @@ REGISTERS = 240, 24  # of a thread of a compute warpgroup, and of the memory war
 SHARED_MEMORY = 225 << 10  # bytes of a CTA's shared memory, without its barriers
 
 
-class Schedule(NamedTuple):
-    """The row tiles of a call, as arrays or their refs, int32 [T], and their number.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["rank", "number"], meta_fields=["ctas", "snake"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A turn of a CTA: in each turn, each of the `ctas` CTAs takes one work tile.
 
-    group: of the tile's rows; G for rows past the last group. row0, count0: the first row of the first warpgroup's 64
-    rows, and the number of these rows that belong to the group. row1, count1: of the second warpgroup. tiles: [1], the
-    number of tiles that have rows; further entries are unused.
-
-    A count is 64, or 0 for a warpgroup without rows, or all rows of a group with fewer than 64. In a larger group, the
-    last 64 rows end with the group, and may overlap rows that other warpgroups compute too, with the same result.
+    rank: of the CTA in the order of this turn. number: of the turn. snake: whether every other turn has the opposite
+    order of CTAs, so that a CTA that gets one of a turn's longest tiles gets one of the shortest next.
     """
 
-    group: Any
-    row0: Any
-    count0: Any
-    row1: Any
-    count1: Any
-    tiles: Any
+    rank: Index
+    number: Index
+    ctas: int
+    snake: bool
 
     @classmethod
-    def of(cls, group_sizes: jax.Array, rows: int) -> "Schedule":
-        """The schedule for `rows` rows of x, computed by XLA on the device."""
-        offsets = group_offsets(group_sizes, rows)
-        group, first, end = group_tiles(offsets, rows, BLOCK_M)
-        is_short = end - first < ROWS  # all rows of a small group, or the last rows of a group
-        start_of_group = offsets[group]
-        row0 = jnp.where(is_short, jnp.maximum(end - ROWS, start_of_group), first)
-        count0 = jnp.minimum(end - row0, ROWS)
-        has_second = end - first > ROWS
-        row1 = jnp.where(has_second, jnp.minimum(first + ROWS, end - ROWS), row0)
-        return cls(
-            group=group,
-            row0=row0,
-            count0=jnp.where(end > first, count0, 0),
-            row1=row1,
-            count1=jnp.where(has_second, ROWS, 0),
-            tiles=(end > first).sum(dtype=jnp.int32, keepdims=True),
-        )
+    def first(cls, ctas: int, snake: bool) -> "Turn":
+        return cls(rank=lax.axis_index("cta"), number=jnp.int32(0), ctas=ctas, snake=snake)
+
+    @property
+    def index(self) -> Index:
+        """The index of the CTA's work tile. If it is past the last tile, the CTA has no more tiles."""
+        return self.number * self.ctas + self.rank
+
+    def following(self) -> "Turn":
+        rank = self.ctas - 1 - self.rank if self.snake else self.rank
+        return dataclasses.replace(self, rank=rank, number=self.number + 1)
 
 
 class WorkTile(NamedTuple):
-    """The rows of a row tile, and the first of its block_n columns. rows, counts: for each compute warpgroup."""
+    """The rows of a row tile, and the first of its block_n columns.
+
+    group: of the rows; G for rows past the last group. rows, counts: for each compute warpgroup, the first of its 64
+    rows, and the number of these rows that belong to the group. A count is 64, or 0 for a warpgroup without rows, or
+    all rows of a group with fewer than 64. In a larger group, the last 64 rows end with the group, and may overlap rows
+    that other warpgroups compute too, with the same result.
+    """
 
     group: Index
     rows: tuple[Index, Index]
     counts: tuple[Index, Index]
     column: Index
+
+    @classmethod
+    def of(cls, *, group: Index, first: Index, end: Index, start: Index, column: Index) -> "WorkTile":
+        """first, end: the tile's rows, first <= row < end. start: the first row of the group."""
+        is_short = end - first < ROWS  # all rows of a small group, or the last rows of a group
+        row0 = jnp.where(is_short, jnp.maximum(end - ROWS, start), first)
+        has_second = end - first > ROWS
+        row1 = jnp.where(has_second, jnp.minimum(first + ROWS, end - ROWS), row0)
+        counts = jnp.minimum(end - row0, ROWS), jnp.where(has_second, ROWS, 0)
+        return cls(group=group, rows=(row0, row1), counts=counts, column=column)
 
 
 class InputRefs(Protocol):
@@ -165,12 +170,13 @@ class Smem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The state of a CTA. ctas: of the launch. inputs, schedule, results: refs in device memory."""
+    """The state of a CTA. ctas: of the launch. inputs, schedule, results: refs in device memory, of
+    the schedule of row tiles of 128 rows."""
 
     traits: Traits
     ctas: int
     inputs: InputRefs
-    schedule: Schedule
+    schedule: FoundTiles
     results: list[Ref]
     smem: Smem
 
@@ -179,17 +185,20 @@ class Kernel:
 
         filled: the number of times that the CTA's earlier tiles filled a stage. Rows past the last group fill none.
         """
-        row_tiles = self.schedule.tiles[0]
+        row_tiles = self.schedule.used[self.traits.groups + 1]
+        tiles = row_tiles * self.traits.n_blocks
 
-        def body(carry: tuple[Index, Index]) -> tuple[Index, Index]:
-            index, filled = carry
-            tile = self._tile(index, row_tiles)
-            run(tile, filled)
+        def body(carry: tuple[Turn, Index, WorkTile]) -> tuple[Turn, Index, WorkTile]:
+            turn, filled, tile = carry
+            following = turn.following()
+            loaded = self._tile(jnp.minimum(following.index, tiles - 1), row_tiles)  # read while the tile is computed
+            run(tile._replace(column=pl.multiple_of(jnp.int32(tile.column), COLUMNS)), filled)
             steps = jnp.where(tile.group < self.traits.groups, jnp.int32(self.traits.k_steps), jnp.int32(0))
-            return index + self.ctas, filled + steps
+            return following, filled + steps, loaded
 
-        start: tuple[Index, Index] = lax.axis_index("cta"), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[0] < row_tiles * self.traits.n_blocks, body, start)
+        first = Turn.first(self.ctas, self.traits.config.snake)
+        start = first, jnp.int32(0), self._tile(first.index, row_tiles)
+        lax.while_loop(lambda carry: carry[0].index < tiles, body, start)
 
     def _tile(self, index: Index, row_tiles: Index) -> WorkTile:
         """Work tile `index` of all: in bands of config.row_group row tiles, column by column, as in the matmul."""
@@ -197,9 +206,13 @@ class Kernel:
         band, within = lax.div(index, per_band), lax.rem(index, per_band)
         rows = jnp.minimum(row_tiles - band * self.config_rows, self.config_rows)  # fewer in the last band
         i = band * self.config_rows + lax.rem(within, rows)
-        group, row0, count0, row1, count1 = (ref[i] for ref in self.schedule[:5])
-        column = lax.div(within, rows) * self.traits.block_n
-        return WorkTile(group=group, rows=(row0, row1), counts=(count0, count1), column=column)
+        return WorkTile.of(
+            group=self.schedule.group[i],
+            first=self.schedule.first[i],
+            end=self.schedule.end[i],
+            start=self.schedule.start[i],
+            column=lax.div(within, rows) * self.traits.block_n,
+        )
 
     @property
     def config_rows(self) -> int:

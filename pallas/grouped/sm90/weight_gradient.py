@@ -9,7 +9,7 @@ groups by 0 in shared memory, on both sides, so that their NaN stays in their gr
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.group_tiles import group_offsets
+from jax_kernels.inputs.group_tiles import largest_first as largest
 from jax_kernels.inputs.grouped_matmul import GroupedOptions, WeightGradientInputs
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
 from jax_kernels.pallas.grouped.sm90.state import (
@@ -27,6 +28,7 @@ from jax_kernels.pallas.grouped.sm90.state import (
     COMPUTE_WGS,
     ROWS,
     SHARED_MEMORY,
+    Turn,
     run_warpgroup,
 )
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
@@ -100,6 +102,21 @@ class Smem:
         )
 
 
+class GroupOrder(NamedTuple):
+    """The groups in the order of the launch, int32 [G] each: the group, its first row, and its end."""
+
+    group: Any
+    start: Any
+    end: Any
+
+    @classmethod
+    def of(cls, offsets: jax.Array, largest_first: bool) -> "GroupOrder":
+        """The order of the groups with these offsets: the largest first, or as in the arrays."""
+        if largest_first:
+            return cls(*largest(offsets))
+        return cls(group=lax.iota(jnp.int32, offsets.shape[0] - 1), start=offsets[:-1], end=offsets[1:])
+
+
 class WorkTile(NamedTuple):
     """A block of a group's gradient: its first row and column, and the group's rows of x, from `start` up to `end`."""
 
@@ -115,6 +132,16 @@ class WorkTile(NamedTuple):
         return jnp.bitwise_and(self.start, -ATOM)
 
     @property
+    def begins_with_others(self) -> Any:
+        """Whether step 0 has rows of other groups, or rows past x's end."""
+        return (self.start > self.aligned) | (self.end < self.aligned + STEP)
+
+    @property
+    def ends_with_others(self) -> jax.Array:
+        """Whether the last step has rows past the group's end."""
+        return jnp.bitwise_and(self.end - self.aligned, STEP - 1) > 0
+
+    @property
     def steps(self) -> jax.Array:
         count = lax.div(self.end - self.aligned + STEP - 1, jnp.int32(STEP))
         return jnp.where(self.end > self.start, count, jnp.int32(0))
@@ -122,37 +149,45 @@ class WorkTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The state of a CTA. ctas: of the launch. first, second, offsets, out: refs in device memory."""
+    """The state of a CTA. ctas: of the launch. first, second, order, out: refs in device memory."""
 
     traits: Traits
     ctas: int
     first: Ref
     second: Ref
-    offsets: Ref
+    order: GroupOrder
     out: Ref
     smem: Smem
 
     def for_each_tile(self, run: Callable[[WorkTile, Index], None]) -> None:
         """Calls run(tile, filled) for each work tile of the CTA. filled: the earlier tiles' number of steps."""
+        tiles = self.traits.tiles
+
+        def body(carry: tuple[Turn, Index, WorkTile]) -> tuple[Turn, Index, WorkTile]:
+            turn, filled, tile = carry
+            following = turn.following()
+            loaded = self._tile(jnp.minimum(following.index, tiles - 1))  # read while the tile is computed
+            row, column = (pl.multiple_of(jnp.int32(x), n) for x, n in ((tile.row, BLOCK_M), (tile.column, COLUMNS)))
+            run(tile._replace(row=row, column=column), filled)
+            return following, filled + tile.steps, loaded
+
+        first = Turn.first(self.ctas, self.traits.config.snake)
+        start = first, jnp.int32(0), self._tile(first.index)
+        lax.while_loop(lambda carry: carry[0].index < tiles, body, start)
+
+    def _tile(self, index: Index) -> WorkTile:
+        """Work tile `index` of all: group by group, in the order of the launch."""
         traits = self.traits
-
-        def body(carry: tuple[Index, Index]) -> tuple[Index, Index]:
-            index, filled = carry
-            blocks = jnp.int32(traits.m_blocks * traits.n_blocks)
-            group = lax.div(index, blocks)
-            m_block, n_block = banded(lax.rem(index, blocks), traits.m_blocks, traits.n_blocks, traits.config.row_group)
-            tile = WorkTile(
-                group=group,
-                row=m_block * BLOCK_M,
-                column=n_block * traits.config.block_n,
-                start=self.offsets[group],
-                end=self.offsets[group + 1],
-            )
-            run(tile, filled)
-            return index + self.ctas, filled + tile.steps
-
-        start: tuple[Index, Index] = lax.axis_index("cta"), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[0] < traits.tiles, body, start)
+        blocks = jnp.int32(traits.m_blocks * traits.n_blocks)
+        nth = lax.div(index, blocks)
+        m_block, n_block = banded(lax.rem(index, blocks), traits.m_blocks, traits.n_blocks, traits.config.row_group)
+        return WorkTile(
+            group=self.order.group[nth],
+            row=m_block * BLOCK_M,
+            column=n_block * traits.config.block_n,
+            start=self.order.start[nth],
+            end=self.order.end[nth],
+        )
 
     def slot(self, number: Index) -> jax.Array:
         """The stage that step `number` of the CTA uses."""
@@ -177,9 +212,10 @@ def weight_gradient(
     )
     ctas = min(core_count, traits.tiles)
 
-    def entry(first: Ref, second: Ref, offsets: Ref, out: Ref) -> None:
+    def entry(first: Ref, second: Ref, *rest: Ref) -> None:
+        *order, out = rest
         kernel = functools.partial(
-            Kernel, traits=traits, ctas=ctas, first=first, second=second, offsets=offsets, out=out
+            Kernel, traits=traits, ctas=ctas, first=first, second=second, order=GroupOrder(*order), out=out
         )
         run = lambda smem: run_warpgroup(kernel(smem=smem), _load_tile, _compute_tile)
         pl.run_scoped(run, Smem.scratch(traits), collective_axes="wg")
@@ -192,7 +228,7 @@ def weight_gradient(
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,
-    )(first, second, group_offsets(inputs.group_sizes, first.shape[0]))
+    )(first, second, *GroupOrder.of(group_offsets(inputs.group_sizes, first.shape[0]), config.largest_first))
 
 
 def _load_tile(kernel: Kernel, tile: WorkTile, filled: Index) -> None:
@@ -231,10 +267,11 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> N
 def _sums(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> jax.Array:
     """The float32 sums [64, block_n] of a warpgroup's rows, over all steps of a work tile.
 
-    A step's wgmma is issued before the wait for the previous step's. The first and the last step may have rows of other
-    groups, which are cleared first.
+    A step's wgmma is issued before the wait for the previous step's. If the first or the last step has rows of other
+    groups, these are cleared first.
     """
     smem, last = kernel.smem, tile.steps - 1
+    clean = jnp.where(tile.ends_with_others, last, tile.steps)
 
     def multiply(acc, i):
         slot = kernel.slot(filled + i)
@@ -255,14 +292,14 @@ def _sums(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> jax.Array
             multiply(acc, i)
 
         multiply(acc, 0)
-        lax.fori_loop(1, last, step, None)
-        lax.fori_loop(jnp.maximum(last, 1), tile.steps, last_step, None)  # no step if the first one is the last one
+        lax.fori_loop(1, clean, step, None)
+        lax.fori_loop(jnp.maximum(clean, 1), tile.steps, last_step, None)  # no step if the first one is the last one
         found = acc[...]
         plgpu.barrier_arrive(smem.free.at[kernel.slot(filled + last)])
         return found
 
     plgpu.barrier_wait(smem.ready.at[kernel.slot(filled)])
-    _clear(kernel, wg, tile, 0, filled)
+    pl.when(tile.begins_with_others)(lambda: _clear(kernel, wg, tile, 0, filled))
     return pl.run_scoped(sums, plgpu.ACC((ROWS, kernel.traits.config.block_n)))
 
 

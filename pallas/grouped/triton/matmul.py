@@ -7,7 +7,6 @@ the groups; programs without rows end at once. Per step a program does 2 * block
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_kernels.inputs.group_tiles import group_offsets, group_tiles, tile_count
+from jax_kernels.inputs.group_tiles import found_tiles, group_offsets, tile_count
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.kernel_types import Ref
@@ -90,7 +89,7 @@ def grouped_matmul(
     G, M, N and K are not 0. interpret: runs the kernel in Pallas's interpreter. core_count: not used.
     """
     traits = Traits.of(inputs, options, config)
-    tiles = group_tiles(group_offsets(inputs.group_sizes, traits.m), traits.m, traits.block_m)
+    tiles = found_tiles(group_offsets(inputs.group_sizes, traits.m), traits.m, traits.block_m)
     arrays, tree = jax.tree.flatten((inputs._replace(group_sizes=None), tiles))  # type: ignore[arg-type]
     out = jax.ShapeDtypeStruct((traits.m, traits.n), options.out_dtype)
     types = [out, out] if options.saves_preactivation else [out]
@@ -110,13 +109,13 @@ def grouped_matmul(
     return GroupedResult(*found)
 
 
-def _kernel(traits: Traits, inputs: InputRefs, tiles: Sequence[Ref], results: ResultRefs) -> None:
+def _kernel(traits: Traits, inputs: InputRefs, tiles: Any, results: ResultRefs) -> None:
     """Runs one program: computes a block of columns of one tile, and stores it.
 
-    tiles: the refs of GroupTiles.
+    tiles: the refs of FoundTiles.
     """
     i, column_block = banded(pl.program_id(0), traits.row_tiles, traits.n_blocks, traits.row_group)
-    group, first, end = (plgpu.load(ref.at[i]) for ref in tiles)
+    group, first, end = (plgpu.load(ref.at[i]) for ref in tiles[:3])
     tile = Tile(
         rows=Span(start=first, size=traits.block_m, length=end),
         columns=Span(start=column_block * traits.block_n, size=traits.block_n, length=traits.n),

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_kernels import explain, grouped_matmul, quantize
 from jax_kernels.dispatch import on_device
+from jax_kernels.inputs import group_tiles as group_schedule
 from jax_kernels.inputs.group_tiles import group_of_rows, group_offsets, group_tiles
 from jax_kernels.testing import grouped_matmul as cases
 from tests.support.cases import ids, tiers
@@ -51,6 +52,31 @@ def test_each_row_is_in_one_tile(name, block):
     found = [(row, group) for group, first, end in zip(*tiles, strict=True) for row in range(first, end)]
     assert found == list(enumerate(want))
     assert all(end - first <= block for _, first, end in zip(*tiles, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [*SIZES.values(), (3, 3, 1, 0, 3, 9)])
+def test_largest_first(sizes, monkeypatch):
+    """Equal groups keep their order. More groups than MOST_PAIRED are sorted, with the same result."""
+    offsets = group_offsets(jnp.asarray(sizes, jnp.int32), ROWS)
+    counts = np.diff(offsets)
+    want = np.argsort(-counts, kind="stable")
+    for most in (group_schedule.MOST_PAIRED, 1):
+        monkeypatch.setattr(group_schedule, "MOST_PAIRED", most)
+        order, first, end = group_schedule.largest_first(offsets)
+        np.testing.assert_array_equal(order, want)
+        np.testing.assert_array_equal(first, np.asarray(offsets)[want])
+        np.testing.assert_array_equal(end - first, counts[want])
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_tiles_of_many_groups(name, monkeypatch):
+    """More groups than MOST_PAIRED have the same tiles."""
+    offsets = group_offsets(jnp.asarray(SIZES[name], jnp.int32), ROWS)
+    want = group_tiles(offsets, ROWS, 4)
+    monkeypatch.setattr(group_schedule, "MOST_PAIRED", 1)
+    np.testing.assert_array_equal(group_offsets(jnp.asarray(SIZES[name], jnp.int32), ROWS), offsets)
+    for got, right in zip(group_tiles(offsets, ROWS, 4), want, strict=True):
+        np.testing.assert_array_equal(got, right)
 
 
 def test_sizes_beyond_int32_when_summed():

@@ -14,8 +14,9 @@ import pytest
 
 from jax_kernels import explain, grouped_matmul
 from jax_kernels.dispatch import on_device
+from jax_kernels.inputs.group_tiles import found_tiles, group_offsets
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
-from jax_kernels.pallas.grouped.sm90.state import ROWS, Schedule
+from jax_kernels.pallas.grouped.sm90.state import BLOCK_M, ROWS, Turn, WorkTile
 from jax_kernels.testing import grouped_matmul as cases
 from tests.support.cases import ids, tiers
 from tests.support.interpreters import kernels as cases_interpreter
@@ -53,27 +54,44 @@ def test_on_hopper(name):
     "sizes",
     [(0, 5, 1, 63, 0, 13), (64, 128, 65), (300, 0, 0), (0, 0, 300), (129, 191), (1, 127, 2, 190), (400, -5, 3)],
 )
-def test_schedule(sizes):
-    """Each row is stored, by warpgroups of its group only. A count is 64, 0 or all rows of a small group."""
+@pytest.mark.parametrize("short_last", [False, True])
+def test_schedule(sizes, short_last):
+    """Each row is stored, by warpgroups of its group only. A count is 64, 0 or all rows of a small group.
+
+    With short_last, tiles for two warpgroups come first, then tiles for one, then the rows of no group.
+    """
     rows = 320
-    schedule = Schedule.of(jnp.asarray(sizes, jnp.int32), rows)
+    found = found_tiles(group_offsets(jnp.asarray(sizes, jnp.int32), rows), rows, BLOCK_M, short_last=short_last)
     ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), rows)
     part_ends = np.append(ends, rows)
     part_starts = np.append(0, ends)
-    stored = np.full(rows, -1)
-    used = int(schedule.tiles[0])
-    for i in range(used):
-        group = int(schedule.group[i])
-        start, end = part_starts[group], part_ends[group]
-        for row, count in ((schedule.row0, schedule.count0), (schedule.row1, schedule.count1)):
-            first, number = int(row[i]), int(count[i])
-            assert number in (0, ROWS) or (first == start and number == end - start < ROWS)
-            assert start <= first
-            assert first + number <= end
-            stored[first : first + number] = group
+    stored, kinds = np.full(rows, -1), []
+    for i in range(int(found.used[-1])):
+        group, first, end, start = (int(x[i]) for x in found[:4])
+        tile = WorkTile.of(group=group, first=first, end=end, start=start, column=0)
+        assert start == part_starts[group]
+        for row, number in zip(map(int, tile.rows), map(int, tile.counts), strict=True):
+            assert number in (0, ROWS) or (row == start and number == part_ends[group] - start < ROWS)
+            assert start <= row
+            assert row + number <= part_ends[group]
+            stored[row : row + number] = group
+        kinds.append(2 if group == len(sizes) else int(tile.counts[1] == 0))
     np.testing.assert_array_equal(stored, np.repeat(np.arange(len(part_ends)), part_ends - part_starts))
-    assert not np.asarray(schedule.count0)[used:].any()
-    assert not np.asarray(schedule.count1)[used:].any()
+    assert not short_last or kinds == sorted(kinds)
+
+
+def test_turns():
+    """Each tile is taken once. With snake, a CTA's rank in a turn is the opposite of its rank in the next turn."""
+    tiles, ctas = 23, 4
+    for snake in (False, True):
+        taken = []
+        for cta in range(ctas):
+            turn = Turn(rank=cta, number=0, ctas=ctas, snake=snake)
+            while turn.index < tiles:
+                taken.append(turn.index)
+                turn = turn.following()
+        assert sorted(taken) == list(range(tiles))
+        assert taken[:3] == ([0, 7, 8] if snake else [0, 4, 8])
 
 
 NOT_SERVED = {
@@ -104,10 +122,14 @@ def test_limits(name):
 
 def test_plan():
     with on_device("H200"):
-        assert explain(grouped_matmul, **_types()).implementation == "triton"
-        plan = explain(grouped_matmul, **_types(), implementation="mosaic_gpu")
+        plan = explain(grouped_matmul, **_types())
+        few = explain(grouped_matmul, **_types(m=512))
+    assert plan.implementation == "mosaic_gpu"
     assert isinstance(plan.config.forward, GroupedSm90)
-    assert "not measured" in plan.source
+    assert "measured on NVIDIA H200" in plan.why
+    assert "not measured" not in plan.source
+    assert few.implementation == "triton"
+    assert "not measured" in few.why
     with pytest.raises(ValueError, match=r"GroupedSm90\.block_n=320 must be at most 256"):
         GroupedSm90(block_n=320, stages=3, row_group=8)
 
