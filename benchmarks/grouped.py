@@ -39,7 +39,7 @@ from jax_kernels.pallas import block_specs
 SHAPES = "32768,1280,2560,64;16384,14336,4096,8"
 SIZES = ("even", "skewed")
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
-PEERS = "ragged_dot,torch,dense"
+PEERS = ("ragged_dot", "torch", "dense", "jla")
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "tf32": jnp.float32}
 SWEPT = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "row_group")
 
@@ -228,13 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")
     parser.add_argument("--epilogue", action="store_true", help="with a bias and silu")
     parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="comma list of this library's")
-    parser.add_argument("--peers", default=PEERS)
+    parser.add_argument("--peers", default="ragged_dot,torch,dense")
     parser.add_argument("--sweep", help="blocks of the Triton or Hopper kernels, separated by ';'")
     args = parser.parse_args(argv)
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("sizes", args.sizes, SIZES)
     args.implementations = command_line.names("implementations", args.implementations, IMPLEMENTATIONS)
-    args.peers = command_line.names("peers", args.peers, PEERS.split(",")) if args.peers else []
+    args.peers = command_line.names("peers", args.peers, PEERS) if args.peers else []
     prepare_process()
     until = time.monotonic() + args.budget
     with_torch = "torch" in args.peers and not args.epilogue

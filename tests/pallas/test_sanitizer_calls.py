@@ -42,3 +42,24 @@ def test_calls_reach_every_kernel(monkeypatch):
         call = make()
         compile_case.lower("h200", call.run, *call.shapes)
     assert launching_files() - {"launch.py/mosaic"} <= reached
+
+
+READ = "========= Uninitialized __global__ memory read of size 4 bytes"
+FUSION, KERNEL = "=========     at loop_add_fusion_1+0x40", "=========     at attention_forward_triton+0x40"
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_clean"),
+    [
+        ([READ, FUSION, "========= ERROR SUMMARY: 1 error"], True),
+        ([READ, FUSION, "========= ERROR SUMMARY: 2 errors"], False),
+        ([READ, FUSION, READ, KERNEL, "========= ERROR SUMMARY: 2 errors"], False),
+        ([], False),
+    ],
+    ids=["fusion", "dropped error", "kernel", "no line"],
+)
+def test_reads_in_fusions_do_not_count(lines, is_clean):
+    """initcheck's errors in XLA's fusions pass, if the report has all errors. Those of other tools do not."""
+    report = lambda tool: sanitizer.Report(tool=tool, name="call", status=sanitizer.FOUND, seconds=1, lines=lines)
+    assert report("initcheck").is_clean == is_clean
+    assert not report("memcheck").is_clean

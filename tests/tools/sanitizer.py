@@ -44,8 +44,8 @@ PROCESSES = 12  # that run at once
 SECONDS = 120  # of a process
 FOUND = 9  # the exit status of a process with errors
 # initcheck takes the constants of XLA's programs, which lie in the module, for unwritten memory: it reports the copy of
-# a loop's first index and the fusion that adds to it. So it checks kernels, not fusions and copies.
-TOOL_OPTIONS = {"initcheck": ("--check-api-memory-access", "no", "--kernel-name-exclude", "kns=fusion")}
+# a loop's first index and the fusion that adds to it. So copies are not checked, and reads in fusions do not count.
+TOOL_OPTIONS = {"initcheck": ("--check-api-memory-access", "no")}
 POISONS = (0xFF, 0x00)  # bytes: NaN in every float format, and zero
 # Each buffer is a separate allocation, so that a tool sees its end. XLA's autotuning would run its candidates. Under
 # compute-sanitizer, XLA's parallel compilation does not end in about every tenth process.
@@ -338,7 +338,15 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        return self.status == 0
+        return self.status == 0 or (self.status == FOUND and self.tool == "initcheck" and self._is_of_fusions())
+
+    def _is_of_fusions(self) -> bool:
+        """Whether the report names kernels, each a fusion of XLA's, and the tool dropped no error."""
+        kernels = re.findall(r" at (\w+)\+0x", "\n".join(self.lines))
+        reads = sum("Uninitialized" in line for line in self.lines)
+        totals = re.findall(r"ERROR SUMMARY: (\d+) error", "\n".join(self.lines))
+        is_whole = len(kernels) == reads and totals == [str(reads)]
+        return is_whole and bool(kernels) and all("fusion" in kernel for kernel in kernels)
 
     def __str__(self) -> str:
         result = "clean" if self.is_clean else f"FOUND (status {self.status})"
@@ -365,7 +373,7 @@ def check(sanitizer: str, tool: str, name: str) -> Report:
         command = [sys.executable, __file__, "--poison", name]
         environment |= POISON_ENVIRONMENT
     else:
-        options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "4", "--show-backtrace", "no"]
+        options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "40", "--show-backtrace", "no"]
         options += TOOL_OPTIONS.get(tool, ())
         command = [sanitizer, *options, sys.executable, __file__, "--run", name]
         environment |= ENVIRONMENT
