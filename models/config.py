@@ -108,6 +108,7 @@ class TransformerConfig:
     sequence_layout: with sharded tokens, as ring_attention's layout; None for "zigzag", or for "contiguous" in a
       LongNet and with sequence_strategy="all_to_all".
     microbatches: parts of a device's rows, if a mesh axis has stages of the blocks; None for the number of stages.
+    logit_softcap: caps the head's logits smoothly to (-logit_softcap, logit_softcap), as Gemma 2 does; None for no cap.
     experts: an ExpertsConfig, or its fields by name, for blocks with a mixture of experts instead of the gated MLP;
       None for no such blocks. The experts run without "fp8" and without stages; scan_layers needs them in all blocks.
 
@@ -138,6 +139,7 @@ class TransformerConfig:
     sequence_layout: str | None = None
     microbatches: int | None = None
     experts: ExpertsConfig | None = None
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -155,6 +157,8 @@ class TransformerConfig:
             object.__setattr__(self, name, positive_number(f"TransformerConfig.{name}", getattr(self, name)))
         if self.microbatches is not None:
             positive("TransformerConfig.microbatches", self.microbatches)
+        if self.logit_softcap is not None:
+            positive_number("TransformerConfig.logit_softcap", self.logit_softcap)
         for name in ("tie_embeddings", "scan_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a bool")

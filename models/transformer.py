@@ -51,7 +51,8 @@ class Transformer(nnx.Module):
     The forward, with the names of `flat_parameters`: x = embed[tokens]; for each block
     x += out_proj(attention(rotary(q), rotary(k), v)) of attention_norm(x), then
     x += down_proj(silu(gate_proj(h)) * up_proj(h)) with h = mlp_norm(x); logits = final_norm(x) @ head.kernel, or
-    @ embed.T when tied. The residual stream is in config.dtype. RMSNorm is x / sqrt(mean(x²) + norm_eps) * scale.
+    @ embed.T when tied. config.logit_softcap caps the logits. The residual stream is in config.dtype. RMSNorm is
+    x / sqrt(mean(x²) + norm_eps) * scale.
 
     In the blocks of config.expert_layers the MLP is a MixtureOfExperts, with these parameters instead of its own (E is
     num_experts, D the width of an expert)::
@@ -198,10 +199,21 @@ class Transformer(nnx.Module):
         lengths = (*of.shape[:2], self.config.vocab_size)
         return self.rules.spec(names, lengths, jax.sharding.get_abstract_mesh())
 
-    def losses(self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
-        """The loss of each token, float32 [B, T]: the cross-entropy of its target under its logits, in nats.
+    def losses(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        reduction: str = "none",
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+    ) -> jax.Array:
+        """The cross-entropy of each token's target under its logits, in nats: float32 [B, T], or their sum or mean.
 
-        Equivalent to linear_cross_entropy of the logits of a call, but the logits are never all in memory.
+        Equivalent to linear_cross_entropy of the logits of a call, but the logits are never all in memory. For training
+        take "sum" or "mean": their gradients need three matmuls with the head; with "none" they need four.
 
         Args:
           tokens, targets: integers [B, T], from 0 to vocab_size - 1. A target below 0 has a loss of 0 and no gradient.
@@ -209,16 +221,27 @@ class Transformer(nnx.Module):
             later tokens attend to padding, as to token 0, so put padding at the end of a row.
           segment_ids: integers [B, T], the ids of packed documents, or None. A token attends only within its document.
             All targets count here; next_token_loss ignores targets in another document.
+          weights: floats [B, T], the factor of each token's loss; None is 1.
+          reduction, z_loss, label_smoothing: as in linear_cross_entropy. The softcap is config.logit_softcap.
 
         Raises:
-          ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives a loss of NaN), or
-            the devices along the sequence axis do not divide the tokens.
-          TypeError: segment_ids or targets are not integers.
+          ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives a loss of NaN), a
+            number is out of range, or the devices along the sequence axis do not divide the tokens.
+          TypeError: segment_ids or targets are not integers, or weights are not floats.
         """
-        return self.losses_and_routing(tokens, targets, segment_ids=segment_ids)[0]
+        options: dict[str, Any] = {"reduction": reduction, "z_loss": z_loss, "label_smoothing": label_smoothing}
+        return self.losses_and_routing(tokens, targets, segment_ids=segment_ids, weights=weights, **options)[0]
 
     def losses_and_routing(
-        self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        reduction: str = "none",
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
     ) -> tuple[jax.Array, Routing | None]:
         """(the result of `losses`, the Routing of the blocks with experts), for a load-balancing loss.
 
@@ -232,17 +255,37 @@ class Transformer(nnx.Module):
         if targets.shape != tokens.shape:
             raise ValueError(f"targets: got shape {targets.shape}, want tokens' {tokens.shape}")
         check_targets(targets, self.config.vocab_size)
+        reduction = plain(reduction)
+        options: dict[str, Any] = {
+            "reduction": reduction,
+            "z_loss": plain(z_loss),
+            "label_smoothing": plain(label_smoothing),
+        }
         if has_explicit_axes():
-            losses = lambda model, tokens, targets, ids: model.losses_and_routing(tokens, targets, segment_ids=ids)
+
+            def losses(model: Any, tokens: Any, targets: Any, segment_ids: Any, weights: Any) -> Any:
+                given = {"segment_ids": segment_ids, "weights": weights}
+                return model.losses_and_routing(tokens, targets, **given, **options)
+
             of_routing = Routing(load=P(), probability=P()) if self.config.expert_layers else None  # type: ignore[arg-type]
-            specs = self._spec("batch", "tokens", of=tokens), of_routing
-            return under_auto_axes(losses, self, (tokens, targets, segment_ids), specs)
+            of_losses = self._spec("batch", "tokens", of=tokens) if reduction == "none" else P()
+            return under_auto_axes(losses, self, (tokens, targets, segment_ids, weights), (of_losses, of_routing))
         x, order, routing = self._hidden(tokens, None, segment_ids, targets)
         tied = self.config.tie_embeddings
         w = self.embed[...] if tied else self._head_kernel(x.dtype)
-        targets = targets if order is None else targets[:, order]
-        found = linear_cross_entropy(x, w, targets, transpose_w=tied, rules=self.rules)
-        return found if order is None else found[:, np.argsort(order)], routing
+        if order is not None:
+            targets, weights = targets[:, order], None if weights is None else weights[:, order]
+        found = linear_cross_entropy(
+            x,
+            w,
+            targets,
+            weights=weights,
+            transpose_w=tied,
+            softcap=self.config.logit_softcap,
+            rules=self.rules,
+            **options,
+        )
+        return found if order is None or reduction != "none" else found[:, np.argsort(order)], routing
 
     def generate(
         self,
@@ -401,9 +444,12 @@ class Transformer(nnx.Module):
     def _logits(self, x: jax.Array) -> jax.Array:
         """The head's logits, float32 [B, T, vocab_size], from the final norm's result."""
         if not self.config.tie_embeddings and isinstance(self.head, QuantizedLinear):
-            return matmul(x, self.head.kernel, out_dtype=jnp.float32, implementation=self.head.implementation)
-        kernel = self.embed[...].T if self.config.tie_embeddings else self._head_kernel(x.dtype)
-        return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+            logits = matmul(x, self.head.kernel, out_dtype=jnp.float32, implementation=self.head.implementation)
+        else:
+            kernel = self.embed[...].T if self.config.tie_embeddings else self._head_kernel(x.dtype)
+            logits = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _head_kernel(self, dtype: Any) -> jax.Array:
         """The head's matrix [model_dim, vocab_size]. A low-bit matrix is dequantised to dtype; others keep their

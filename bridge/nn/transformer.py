@@ -77,6 +77,7 @@ _DEFAULTS = {
     "implementation": None,
     "precision": None,
     "scaling": None,
+    "logit_softcap": None,
 }
 # The fields that a LongNetConfig adds.
 _PATTERN = {
@@ -229,6 +230,7 @@ class Transformer(torch.nn.Module):
         shape = _shape(config)
         self.dtype = shape.dtype
         self.remat = shape.remat
+        self.logit_softcap = shape.logit_softcap
         self.embed = torch.nn.Embedding(shape.vocab_size, shape.model_dim, dtype=shape.param_dtype)
         torch.nn.init.normal_(self.embed.weight, std=shape.model_dim**-0.5)
         self.layers = torch.nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
@@ -258,9 +260,12 @@ class Transformer(torch.nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.remat and torch.is_grad_enabled() else layer(x)
         x = self.final_norm(x)
-        if self.head is not None:
-            return self.head(x).float()
-        return functional.linear(x, self.embed.weight.to(x.dtype)).float()
+        if self.head is None:
+            logits = functional.linear(x, self.embed.weight.to(x.dtype)).float()
+        else:
+            logits = self.head(x).float()
+        cap = self.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     __prepare_scriptable__ = symbolic_trace.no_script
 
@@ -358,6 +363,8 @@ def _shape(config: Config | Mapping[str, Any]) -> types.SimpleNamespace:
             f"config: got scaling={shape.scaling!r} with precision={shape.precision!r}, want None, or 'tensor', 'row' "
             "or 'block' with 'fp8'"
         )
+    if shape.logit_softcap is not None and not shape.logit_softcap > 0:
+        raise ValueError(f"config: got logit_softcap={shape.logit_softcap!r}, want a positive number or None")
     for name in ("dtype", "param_dtype"):
         if getattr(shape, name) not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"config: got {name}={getattr(shape, name)!r}, want 'float32', 'bfloat16' or 'float16'")

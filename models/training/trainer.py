@@ -33,7 +33,7 @@ from jax_kernels.models.training.loss_scale import (
     scaled_gradient,
     select,
 )
-from jax_kernels.models.training.next_token import next_token_loss
+from jax_kernels.models.training.next_token import is_next_token_loss, next_token_loss
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
 from jax_kernels.models.training.trainer_checkpoints import TrainerCheckpoints
 from jax_kernels.models.training.trainer_checks import (
@@ -242,8 +242,8 @@ class Trainer(TrainerCheckpoints):
         {"balance_loss": the part of the loss that balances their load, "largest_load": of all experts of all blocks,
         over the mean of its block}.
 
-        Raises TypeError or ValueError if the loss is next_token_loss and the batch is not (tokens, targets) or (tokens,
-        targets, segment_ids), or has NumPy arrays with ids outside the vocabulary.
+        Raises TypeError or ValueError if the loss is next_token_loss and the batch does not have its form, or has NumPy
+        arrays with ids outside the vocabulary or weights below 0.
         """
         batch = self._on_auto_axes(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
@@ -261,7 +261,7 @@ class Trainer(TrainerCheckpoints):
 
         name: of the batch, for the error. With another loss nothing is checked.
         """
-        if self.loss is next_token_loss:
+        if is_next_token_loss(self.loss):
             check_batch(batch, self.config.vocab_size, name)
         return batch
 
