@@ -93,9 +93,10 @@ def linear_cross_entropy(
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1 if transpose_w else 0]:
         want = "[V, D] with transpose_w" if transpose_w else "[D, V]"
         raise ValueError(f"w: got shape {w.shape}, want {want} with x's {x.shape}")
-    for name, array in {"targets": targets, "weights": weights}.items():
-        if array is not None and array.shape != x.shape[:-1]:
-            raise ValueError(f"{name}: got shape {array.shape}, want x's {x.shape[:-1]}")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(f"targets: got shape {targets.shape}, want x's {x.shape[:-1]}")
+    if weights is not None and weights.shape != x.shape[:-1]:
+        raise ValueError(f"weights: got shape {weights.shape}, want x's {x.shape[:-1]}")
     reduction, transpose_w, chunk = plain(reduction), plain(transpose_w), plain(chunk)
     check_reduction(reduction)
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
