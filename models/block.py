@@ -47,6 +47,7 @@ class Block(nnx.Module):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             implementation=config.implementation,

@@ -108,6 +108,7 @@ class TransformerConfig:
     sequence_layout: with sharded tokens, as ring_attention's layout; None for "zigzag", or for "contiguous" in a
       LongNet and with sequence_strategy="all_to_all".
     microbatches: parts of a device's rows, if a mesh axis has stages of the blocks; None for the number of stages.
+    qk_norm: whether an RMSNorm of each query and each key comes before the rotation, as in Qwen3.
     logit_softcap: caps the head's logits smoothly to (-logit_softcap, logit_softcap), as Gemma 2 does; None for no cap.
     experts: an ExpertsConfig, or its fields by name, for blocks with a mixture of experts instead of the gated MLP;
       None for no such blocks. The experts run without "fp8" and without stages; scan_layers needs them in all blocks.
@@ -140,6 +141,7 @@ class TransformerConfig:
     microbatches: int | None = None
     experts: ExpertsConfig | None = None
     logit_softcap: float | None = None
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -159,7 +161,7 @@ class TransformerConfig:
             positive("TransformerConfig.microbatches", self.microbatches)
         if self.logit_softcap is not None:
             positive_number("TransformerConfig.logit_softcap", self.logit_softcap)
-        for name in ("tie_embeddings", "scan_layers"):
+        for name in ("tie_embeddings", "scan_layers", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a bool")
         if not isinstance(self.remat, bool) and self.remat not in REMAT:

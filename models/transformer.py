@@ -41,6 +41,7 @@ class Transformer(nnx.Module):
         layers.N.attention.k_proj.kernel     [model_dim, num_kv_heads * head_dim]
         layers.N.attention.v_proj.kernel     [model_dim, num_kv_heads * head_dim]
         layers.N.attention.out_proj.kernel   [num_heads * head_dim, model_dim]
+        layers.N.attention.q_norm.scale      [head_dim], with qk_norm; also k_norm
         layers.N.mlp_norm.scale              [model_dim]
         layers.N.mlp.gate_proj.kernel        [model_dim, mlp_dim]
         layers.N.mlp.up_proj.kernel          [model_dim, mlp_dim]

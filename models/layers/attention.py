@@ -77,7 +77,8 @@ class MultiHeadAttention(nnx.Module):
     """Self-attention over [B, T, model_dim] by this library's flash_attention, with grouped key and value heads.
 
     Parameters, all without bias: q_proj.kernel [model_dim, num_heads * head_dim], k_proj.kernel and v_proj.kernel
-    [model_dim, num_kv_heads * head_dim], out_proj.kernel [num_heads * head_dim, model_dim].
+    [model_dim, num_kv_heads * head_dim], out_proj.kernel [num_heads * head_dim, model_dim]. With qk_norm_eps also
+    q_norm.scale and k_norm.scale [head_dim].
 
     Args:
       model_dim: width of input and output.
@@ -85,6 +86,8 @@ class MultiHeadAttention(nnx.Module):
         num_heads).
       head_dim: per head, up to 256 (None: model_dim / num_heads).
       use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
+      qk_norm_eps: the epsilon of an RMSNorm of each query and each key before the rotation, as in Qwen3; None for no
+        norms.
       is_causal: a token attends to itself and to earlier tokens only.
       mask: a masks.Mask for all calls, combined with is_causal and with the mask of a call. If prepare_mask made it
         with this is_causal, calls without a mask and without a cache use its lists.
@@ -118,6 +121,7 @@ class MultiHeadAttention(nnx.Module):
         head_dim: int | None = None,
         use_rotary: bool = True,
         rope_theta: float = 10000.0,
+        qk_norm_eps: float | None = None,
         is_causal: bool = True,
         mask: masks.Mask | None = None,
         dtype: Any = jnp.float32,
@@ -169,6 +173,10 @@ class MultiHeadAttention(nnx.Module):
         self.k_proj = linear(model_dim, num_kv_heads * head_dim)
         self.v_proj = linear(model_dim, num_kv_heads * head_dim)
         self.out_proj = linear(num_heads * head_dim, model_dim)
+        if qk_norm_eps is not None:  # in plain JAX, which XLA fuses with the rotation
+            options = {"epsilon": positive_number("qk_norm_eps", qk_norm_eps), "dtype": self.dtype}
+            options |= {"param_dtype": param_dtype, "rngs": rngs}
+            self.q_norm, self.k_norm = (nnx.RMSNorm(head_dim, **options) for _ in range(2))
 
     @plain_arguments
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
@@ -382,6 +390,8 @@ class MultiHeadAttention(nnx.Module):
         query = project(self.q_proj).reshape(batch, length, self.num_heads, self.head_dim)
         key = project(self.k_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
         value = project(self.v_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
         if positions is not None:
             _check_positions(positions, batch, length)
         if self.use_rotary:

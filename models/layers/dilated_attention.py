@@ -99,8 +99,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
     Parameters: as in MultiHeadAttention; with layer_norm also out_norm.scale and out_norm.bias [num_heads * head_dim].
 
     Args:
-      model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, precision, scaling,
-        projection_implementation, rngs: as in MultiHeadAttention.
+      model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, qk_norm_eps, dtype, param_dtype, precision,
+        scaling, projection_implementation, rngs: as in MultiHeadAttention.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
         implementation: the pattern of the branches, as in DilatedAttention.
       sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh or of a jax.shard_map around the
@@ -128,6 +128,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         head_dim: int | None = None,
         use_rotary: bool = True,
         rope_theta: float = 10000.0,
+        qk_norm_eps: float | None = None,
         is_causal: bool = True,
         heads: str = "all",
         combine: str = "lse",
@@ -166,6 +167,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
             head_dim=head_dim,
             use_rotary=use_rotary,
             rope_theta=rope_theta,
+            qk_norm_eps=qk_norm_eps,
             is_causal=is_causal,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -315,6 +317,7 @@ class LongNetBlock(Block):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
             heads=config.heads,
             combine=config.combine,
             layout=config.layout,

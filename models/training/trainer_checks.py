@@ -131,8 +131,11 @@ _FREE_OF_EXPERTS = {"balance_loss", "exchange", "implementation"}
 
 
 def fields_of_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config that change the parameters or the forward. fields: the config's, as JSON."""
-    found = {name: x for name, x in fields.items() if name not in _FREE}
+    """The fields of a config that change the parameters or the forward. fields: the config's, as JSON.
+
+    A checkpoint that is older than a field has the field's default.
+    """
+    found = {"qk_norm": False} | {name: x for name, x in fields.items() if name not in _FREE}
     if experts := found.get("experts"):
         kept = {name: x for name, x in experts.items() if name not in _FREE_OF_EXPERTS}
         # The rate is the training's, but with one there is a parameter more.
