@@ -13,7 +13,7 @@ from jax_kernels.models.block import Block, run_block, stacked
 from jax_kernels.models.config import TransformerConfig, check_kind
 from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.layers.attention import KVCache
-from jax_kernels.models.layers.delayed_scaling import AmaxHistory
+from jax_kernels.models.layers.delayed_scaling import AmaxHistory, recording
 from jax_kernels.models.layers.normalization import RMSNorm
 from jax_kernels.models.layers.quantized import QuantizedLinear, QuantizedWeight
 from jax_kernels.models.layers.routing import ExpertBias, Routing
@@ -262,7 +262,10 @@ class Transformer(nnx.Module):
             "z_loss": plain(z_loss),
             "label_smoothing": plain(label_smoothing),
         }
+        records = bool(jax.tree.leaves(nnx.state(self.layers, AmaxHistory)))
         if has_explicit_axes():
+            if records:
+                raise NotImplementedError("mesh: got Explicit axes with fp8_scaling='delayed', want Auto axes")
 
             def losses(model: Any, tokens: Any, targets: Any, segment_ids: Any, weights: Any) -> Any:
                 given = {"segment_ids": segment_ids, "weights": weights}
@@ -271,7 +274,7 @@ class Transformer(nnx.Module):
             of_routing = Routing(load=P(), probability=P()) if self.config.expert_layers else None  # type: ignore[arg-type]
             of_losses = self._spec("batch", "tokens", of=tokens) if reduction == "none" else P()
             return under_auto_axes(losses, self, (tokens, targets, segment_ids, weights), (of_losses, of_routing))
-        x, order, routing = self._hidden(tokens, None, segment_ids, targets)
+        x, order, routing = self._hidden(tokens, None, segment_ids, targets, records=records)
         tied = self.config.tie_embeddings
         w = self.embed[...] if tied else self._head_kernel(x.dtype)
         if order is not None:
@@ -359,20 +362,21 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = x.astype(self.config.dtype)
         filled = []
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache, _ = layer(x, layer_cache)
-            filled.append(layer_cache)
+        with recording(False):
+            for layer, layer_cache in zip(self.layers, cache, strict=True):
+                x, layer_cache, _ = layer(x, layer_cache)
+                filled.append(layer_cache)
         return self.final_norm(x), tuple(filled)
 
     def _hidden(
-        self, tokens: Any, embeddings: Any, segment_ids: Any = None, targets: Any = None
+        self, tokens: Any, embeddings: Any, segment_ids: Any = None, targets: Any = None, *, records: bool = False
     ) -> tuple[jax.Array, Any, Any]:
         """(the final norm's result [B, T, model_dim], order, routing), for whole sequences without a cache.
 
         order: int32 [T], the index in the sequence of the token at each position of the result, as sharded layouts need
         it; None if the result is in the order of the sequence. routing: the Routing of the blocks with experts, with a
         first axis for these blocks; None without experts. targets: a loss's targets, which mark padding. Exactly
-        one of tokens and embeddings is given.
+        one of tokens and embeddings is given. records: whether the blocks add to their AmaxHistories, in place.
         """
         length = (tokens if embeddings is None else embeddings).shape[1]
         order = self.layers[0].attention.token_order(length, "tokens")
@@ -390,18 +394,21 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = self._constrained(x.astype(self.config.dtype))
         target = dispatch.target_device(x), dispatch.interpreting()
-        if jax.tree.leaves(nnx.state(self.layers, AmaxHistory)):
-            raise NotImplementedError("layers: got a module of fp8_scaling='delayed': a block would lose its history")
         graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
         def block(state: Any, x: jax.Array, documents: Packed | None = None, which: int = 0) -> Any:
             graphdef, remat = graphdefs[which], self.config.remat
-            x, routing = run_block(state, x, documents, graphdef=graphdef, remat=remat, target=target)
-            return self._constrained(x), routing
+            options: Any = {"graphdef": graphdef, "remat": remat, "target": target, "records": records}
+            x, *others = run_block(state, x, documents, **options)
+            return self._constrained(x), others
 
         stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
         if stages and self.config.expert_layers:
             raise ValueError(f"mesh: got stages along {stages[0]!r} with experts, want a mesh without stages")
+        if stages and records:
+            raise NotImplementedError(
+                f"mesh: got stages along {stages[0]!r} with fp8_scaling='delayed', want a mesh without stages"
+            )
         if (stages or self.config.scan_layers) and any(other != graphdefs[0] for other in graphdefs):
             raise ValueError(
                 "layers: got blocks that differ, such as one that quantize_weights skipped, with scan_layers or "
@@ -411,12 +418,17 @@ class Transformer(nnx.Module):
         if stages:
             x = self._pipelined(lambda *given: block(*given)[0], stacked(states, x.dtype), x, documents, stages[0])
         elif self.config.scan_layers:
-            x, routing = jax.lax.scan(lambda x, state: block(state, x, documents), x, stacked(states, x.dtype))
+            step = lambda x, state: block(state, x, documents)
+            x, (routing, histories) = jax.lax.scan(step, x, stacked(states, x.dtype))
+            for which, layer in enumerate(self.layers if records else ()):
+                nnx.update(layer, jax.tree.map(lambda y, which=which: y[which], histories))
         else:
             routings = []
             for which, state in enumerate(states):
-                x, of_block = block(state, x, documents, which)
+                x, (of_block, histories) = block(state, x, documents, which)
                 routings += [] if of_block is None else [of_block]
+                if records:
+                    nnx.update(self.layers[which], histories)
             routing = jax.tree.map(lambda *xs: jnp.stack(xs), *routings) if routings else None
         return self.final_norm(x), order, routing
 

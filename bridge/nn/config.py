@@ -37,6 +37,7 @@ _DEFAULTS = {
     "implementation": None,
     "precision": None,
     "scaling": None,
+    "fp8_scaling": "dynamic",
     "logit_softcap": None,
     "qk_norm": False,
     "experts": None,
@@ -100,6 +101,8 @@ def shape_of(config: Config | Mapping[str, Any]) -> types.SimpleNamespace:
         raise ValueError("config: got layer_norm or gamma without segment_lengths, want them with dilated attention")
     if shape.precision not in (None, "fp8"):
         raise ValueError(f"config: got precision={shape.precision!r}, want 'fp8' or None")
+    if shape.fp8_scaling != "dynamic":
+        raise ValueError(f"config: got fp8_scaling={shape.fp8_scaling!r}, want 'dynamic': PyTorch keeps no histories")
     if shape.scaling not in (None, "tensor", "row", "block") or (shape.scaling is not None and shape.precision is None):
         raise ValueError(
             f"config: got scaling={shape.scaling!r} with precision={shape.precision!r}, want None, or 'tensor', 'row' "

@@ -13,6 +13,7 @@ from jax_kernels import masks
 from jax_kernels.masks.arrays import named_dense
 from jax_kernels.models.config import (
     DTYPES,
+    check_fp8_scaling,
     check_heads,
     check_precision,
     check_sequence,
@@ -96,7 +97,7 @@ class MultiHeadAttention(nnx.Module):
       implementation: of the attention, as in flash_attention. projection_implementation: of the projections, as in
         matmul; None without "fp8" is nnx.Linear's matmul.
       precision: "fp8" for 8-bit matmuls in the projections, as in matmul; None for matmuls in dtype. scaling: with
-        "fp8", as in matmul.
+        "fp8", as in matmul. fp8_scaling, amax_history_length: with "fp8", as in Linear.
       sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh or of a jax.shard_map around the
         call has it. The attention is then ring_attention. The tokens of x must be in the order of sequence_layout, as
         shard_sequence arranges them; the rotary positions follow that order. Without such a mesh, and with a cache, the
@@ -130,6 +131,8 @@ class MultiHeadAttention(nnx.Module):
         projection_implementation: str | None = None,
         precision: str | None = None,
         scaling: str | None = None,
+        fp8_scaling: str = "dynamic",
+        amax_history_length: int | None = None,
         sequence_axis: str | None = None,
         sequence_strategy: str = "auto",
         sequence_layout: str | None = None,
@@ -141,6 +144,7 @@ class MultiHeadAttention(nnx.Module):
         check_flags(use_rotary=use_rotary, is_causal=is_causal)
         check_names(implementation=implementation, projection_implementation=projection_implementation)
         check_precision("", precision, scaling)
+        check_fp8_scaling("", fp8_scaling, amax_history_length, precision, scaling)
         check_sequence("", sequence_axis, sequence_strategy, sequence_layout)
         num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
         if use_rotary and head_dim % 2:
@@ -167,6 +171,7 @@ class MultiHeadAttention(nnx.Module):
             if precision is None and projection_implementation is None:
                 return nnx.Linear(in_features, out_features, **options)
             options |= {"precision": precision, "scaling": scaling, "implementation": projection_implementation}
+            options |= {"fp8_scaling": fp8_scaling, "amax_history_length": amax_history_length}
             return Linear(in_features, out_features, **options)
 
         self.q_proj = linear(model_dim, num_heads * head_dim)

@@ -100,7 +100,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
 
     Args:
       model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, qk_norm_eps, dtype, param_dtype, precision,
-        scaling, projection_implementation, rngs: as in MultiHeadAttention.
+        scaling, fp8_scaling, amax_history_length, projection_implementation, rngs: as in MultiHeadAttention.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
         implementation: the pattern of the branches, as in DilatedAttention.
       sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh or of a jax.shard_map around the
@@ -144,6 +144,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         projection_implementation: str | None = None,
         precision: str | None = None,
         scaling: str | None = None,
+        fp8_scaling: str = "dynamic",
+        amax_history_length: int | None = None,
         sequence_axis: str | None = None,
         rules: ShardingRules | None = None,
         rngs: nnx.Rngs,
@@ -175,6 +177,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
             projection_implementation=projection_implementation,
             precision=precision,
             scaling=scaling,
+            fp8_scaling=fp8_scaling,
+            amax_history_length=amax_history_length,
             sequence_axis=sequence_axis,
             sequence_layout="contiguous",
             rules=rules,
@@ -330,6 +334,8 @@ class LongNetBlock(Block):
             projection_implementation=config.projection_implementation,
             precision=config.precision,
             scaling=config.scaling,
+            fp8_scaling=config.fp8_scaling,
+            amax_history_length=config.amax_history_length,
             sequence_axis=config.sequence_axis,
             rules=rules,
             rngs=rngs,
