@@ -9,11 +9,20 @@ process. MFU counts 6 FLOPs for each token and weight of a matmul, and 12 for ea
 key) pair that the causal mask keeps. Rematerialised work does not count.
 
 Contenders: a remat policy of TransformerConfig ("none", "all", "attention", "products"), with the linear cross-entropy
-in chunks. Its prefixes: "scan-" for the blocks as a loop; "xla-" for the MLP's matmuls by XLA; "plain-" for the logits
-without chunks; "cudnn-" for cuDNN attention; for sharded sequences "all_to_all-" and "ring-" for the strategy, and
-"nccl-" for sends without compiler_options; "triton-" to allow XLA Triton matmuls as well as cuBLAS. PyTorch's
-contenders are "llama" and "llama-remat", with SDPA. All matmuls are in bfloat16; parameters and moments are in the
-dtype of --param-dtype, also for the Llama.
+in parts. Its prefixes: "scan-" for the blocks as a loop; "xla-" for the MLP's matmuls by XLA; "plain-" for the logits
+of all tokens at once; "tokens-" for the losses of single tokens, with four matmuls of the head instead of three; "fp8-"
+for 8-bit matmuls in the blocks, then "row-" or "block-" for the scaling, or "delayed-" for scales from histories;
+"cudnn-" for cuDNN attention; for sharded sequences "all_to_all-" and "ring-" for the strategy, and "nccl-" for sends
+without compiler_options; "triton-" to allow XLA Triton matmuls as well as cuBLAS. PyTorch's contenders are "llama" and
+"llama-remat", with SDPA. Other matmuls are in bfloat16; parameters and moments are in the dtype of --param-dtype, also
+for the Llama.
+
+With --curve STEPS each contender trains that many steps on the bytes of Python's standard library. Its row has the loss
+of each step instead of times; `loss` is the mean of the last 50 steps, `held_out_loss` is on text that was not seen.
+All contenders have the same batches, initial parameters and schedule.
+
+    PYTHONPATH=. python benchmarks/train.py --curve 2000 --contenders products,fp8-products,fp8-delayed-products \\
+        --layers 8 --width 512 --heads 8 --mlp 1408 --vocabulary 256 --batch 16 --seq-len 1024 --limit 600 --budget 590
 
 The exit status is 1 if a contender failed or was skipped because the budget was spent.
 """
@@ -57,6 +66,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     told = "seconds after which no more work begins"
     parser.add_argument("--budget", type=command_line.positive(float), default=400, help=told)
     told = "time the kernels of the first GPU in an extra turn, by CUPTI: profile_ms of the rows"
+    told = "steps of training on real text, whose losses are the result, instead of times"
+    parser.add_argument("--curve", type=command_line.positive(int), default=None, help=told)
     parser.add_argument("--profile", action="store_true", help=told)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -87,6 +98,7 @@ def cases(args: argparse.Namespace) -> list[TrainCase]:
             steps=args.steps,
             rounds=args.rounds,
             has_profile=args.profile,
+            curve=args.curve or 0,
         )
 
     of_meshes = [mesh.rpartition(":") for mesh in args.meshes]
@@ -122,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{case.label}: {row['reason'] or told(row)}")
         report.write_json(args.output, results)
     console = Console(width=160)
-    console.print(table(results["rows"]))
+    console.print(curves(results["rows"]) if args.curve else table(results["rows"]))
     if args.output is not None:
         # Last, because it initialises the devices, whose memory the workers need.
         report.write_json(args.output, {"environment": report.environment(args.commit)} | results)
@@ -130,12 +142,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def told(row: dict[str, Any]) -> str:
+    if "losses" in row:
+        return f"{row['steps']} steps in {row['seconds']:.0f} s, loss {row['loss']:.4f}"
     said = f"{row['median_ms']:.1f} ms a step, first {row['first_s']:.1f} s, loss {row['loss']:.3f}"
     if (profile := row["profile_ms"]) is None:
         return said
     parts = ", ".join(f"{name} {x:.1f}" for name, x in profile.items() if name != "kernels")
     kernels = [f"\n{x['ms']:10.2f} {x['launches']:6.0f}  {x['name']}" for x in profile["kernels"][:30]]
     return f"{said}; ms on the first GPU: {parts}" + "".join(kernels)
+
+
+def curves(rows: Sequence[dict[str, Any]]) -> Table:
+    """The losses at ten steps of each contender, the last losses, and their ratio to the first contender's."""
+    made = Table(title="nats per byte")
+    steps = max((row["steps"] for row in rows if "losses" in row), default=1)
+    marks = sorted({max(1, round(steps * i / 10)) for i in range(1, 11)})
+    for column in ("contender", *(f"step {mark}" for mark in marks), "last 50", "held out", "ratio"):
+        made.add_column(column, justify="left" if column == "contender" else "right")
+    first = next((row["loss"] for row in rows if "losses" in row), None)
+    for row in rows:
+        if "losses" not in row:
+            made.add_row(row["contender"], row["status"])
+            continue
+        values = (f"{row['losses'][mark - 1]:.3f}" for mark in marks)
+        held = "" if row["held_out_loss"] is None else f"{row['held_out_loss']:.4f}"
+        made.add_row(row["contender"], *values, f"{row['loss']:.4f}", held, f"{row['loss'] / first:.4f}")
+    return made
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""Hugging Face models with this library's attention, attn_implementation="jax_kernels", and its loss.
+"""Hugging Face models with this library's attention, experts and loss: attn_implementation="jax_kernels".
 
 The first call of a function imports transformers; importing this module does not.
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jax_kernels.bridge.hf_experts import experts
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
@@ -22,22 +23,36 @@ if TYPE_CHECKING:
 
     from jax_kernels.bridge.hf_cache import GrowingCache
 
-__all__ = ["NAME", "attention", "attention_mask", "causal_lm_loss", "growing_cache", "register", "replace_attention"]
+__all__ = [
+    "NAME",
+    "attention",
+    "attention_mask",
+    "causal_lm_loss",
+    "experts",
+    "growing_cache",
+    "register",
+    "replace_attention",
+    "replace_experts",
+]
 
 NAME = "jax_kernels"
 _NOT_GIVEN: Any = object()
 # The types of models whose logits are linear in the decoder's result, but for a softcap.
-_LINEAR_HEADS = ("gemma", "gemma2", "llama", "mistral", "olmo", "olmo2", "phi3", "qwen2", "qwen3")
+_LINEAR_HEADS = (
+    *("gemma", "gemma2", "gpt_oss", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi3", "qwen2", "qwen3"),
+    "qwen3_moe",
+)
 # Arguments that would change the attention, and that neither this library nor PyTorch's attention supports.
 _REFUSED = ("indices", "block_indices")
 
 
 def register(name: str = NAME) -> str:
-    """Registers the attention with transformers under the name, and returns the name. It may be called again.
+    """Registers attention and experts with transformers under the name, and returns the name. It may be called again.
 
     Afterwards `attn_implementation=name` works in from_pretrained, in from_config, and in a model's
-    set_attn_implementation. The model gets the masks of PyTorch's attention ("sdpa"), except for plain sliding windows,
-    which the kernels make themselves.
+    set_attn_implementation. So does `experts_implementation=name`, if this version of transformers has an
+    ExpertsInterface. The model gets the masks of PyTorch's attention ("sdpa"), except for plain sliding windows, which
+    the kernels make themselves.
 
     Raises ImportError if transformers 5 or later is not installed.
     """
@@ -52,7 +67,18 @@ def register(name: str = NAME) -> str:
     # Early versions of 5 request masks with other arguments. Their own sdpa_mask serves them; windows are dense masks.
     is_known = "q_length" in inspect.signature(sdpa_mask).parameters
     AttentionMaskInterface.register(name, attention_mask if is_known else sdpa_mask)
+    if (interface := _experts_interface()) is not None:
+        interface.register(name, experts)
     return name
+
+
+def _experts_interface() -> Any:
+    """Returns transformers' ExpertsInterface; None in early versions of 5, which have none."""
+    try:
+        from transformers.integrations.moe import ExpertsInterface
+    except ImportError:
+        return None
+    return ExpertsInterface
 
 
 def replace_attention[Model: "PreTrainedModel"](model: Model) -> Model:
@@ -75,6 +101,31 @@ def replace_attention[Model: "PreTrainedModel"](model: Model) -> Model:
     return model
 
 
+def replace_experts[Model: "PreTrainedModel"](model: Model) -> Model:
+    """Sets grouped_matmul for the experts in all layers of a transformers.PreTrainedModel. Returns the same model.
+
+    The weights do not move. The router stays the model's own.
+
+    Raises:
+      TypeError: model is no PreTrainedModel.
+      ValueError: the model's class has no experts that go through transformers' ExpertsInterface.
+      ImportError: this version of transformers has no ExpertsInterface.
+    """
+    name = register()
+    from transformers import PreTrainedModel
+
+    if _experts_interface() is None:
+        raise ImportError("bridge.huggingface: got a transformers without ExpertsInterface, want a newer one")
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: got {type(model).__name__}, want a transformers.PreTrainedModel")
+    if not any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
+        raise ValueError(
+            f"model: got a {type(model).__name__}, want one with experts that go through transformers' ExpertsInterface"
+        )
+    model.set_experts_implementation(name)
+    return model
+
+
 def causal_lm_loss(
     model: "PreTrainedModel",
     labels: torch.Tensor,
@@ -90,12 +141,14 @@ def causal_lm_loss(
 
     Args:
       model: a transformers.PreTrainedModel with a linear head. If the config has final_logit_softcapping, it caps the
-        logits. Supported are Gemma, Gemma 2, Llama, Mistral, OLMo, OLMo 2, Phi-3, Qwen2 and Qwen3.
+        logits. Supported are Gemma, Gemma 2, GPT-OSS, Llama, Mistral, Mixtral, OLMo, OLMo 2, Phi-3, Qwen2, Qwen3 and
+        Qwen3-MoE.
       labels: integers [B, T]. The logits of a token predict the next token's label. Labels below 0, such as -100, do
         not count.
       num_items_in_batch: divides the sum of the losses, as in transformers; None for the number of labels that count.
       z_loss: as in bridge.linear_cross_entropy.
-      inputs: of the model, such as input_ids, attention_mask and position_ids.
+      inputs: of the model, such as input_ids, attention_mask and position_ids. With output_router_logits, here or in
+        the config, the load-balancing loss of a mixture of experts is added, as in transformers.
 
     Raises:
       TypeError: model is no PreTrainedModel.
@@ -112,7 +165,8 @@ def causal_lm_loss(
         raise NotImplementedError(f"model: got a {type(model).__name__}, want a causal language model of type {want}")
     if head.bias is not None:
         raise NotImplementedError("model: got a head with a bias, want one without")
-    hidden = model.base_model(**inputs).last_hidden_state
+    outputs = model.base_model(**inputs | _asked_router_logits(model, inputs))
+    hidden = outputs.last_hidden_state
     targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].to(hidden.device)
     loss = linear_cross_entropy(
         hidden,
@@ -123,7 +177,23 @@ def causal_lm_loss(
         softcap=getattr(model.config, "final_logit_softcapping", None),
         z_loss=z_loss,
     )
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    loss = loss if num_items_in_batch is None else loss / num_items_in_batch
+    if getattr(outputs, "router_logits", None) is None:
+        return loss
+    return loss + model.router_aux_loss_coef * _balance_loss(model, outputs, inputs).to(loss.device)
+
+
+def _asked_router_logits(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the decoder's argument output_router_logits by name, from the inputs or the config; {} without either."""
+    asked = inputs.get("output_router_logits")
+    asked = getattr(model.config, "output_router_logits", None) if asked is None else asked
+    return {} if asked is None else {"output_router_logits": asked}
+
+
+def _balance_loss(model: Any, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Returns the load-balancing loss by the function of the model's own file, from the decoder's outputs."""
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func
+    return balance(outputs.router_logits, model.num_experts, model.num_experts_per_tok, inputs.get("attention_mask"))
 
 
 def growing_cache(model: "PreTrainedModel | PreTrainedConfig") -> "GrowingCache":

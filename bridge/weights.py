@@ -1,12 +1,11 @@
-"""Converts parameters between PyTorch modules, Hugging Face Llamas and the Flax models.
+"""Converts parameters between PyTorch modules, Hugging Face models and the Flax models.
 
 Flax parameters are nested dicts of arrays, in the form of flax.nnx.to_pure_dict and flax.nnx.update. All parameters are
 copied; no memory is shared. Flax is not imported.
 """
 
-import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from jax.typing import ArrayLike
 
+from jax_kernels.bridge.hf_weights import NAMES, check_config, from_hf, has_hf_names, to_hf, transformer_fields
 from jax_kernels.bridge.interop import fork
 from jax_kernels.bridge.jax_functions.argument_checks import type_name
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
@@ -21,50 +21,12 @@ from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.nn.ring_dilated_attention import RingDilatedAttention
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 __all__ = ["from_flax", "to_flax", "transformer_fields"]
 
 type FlaxParameters = dict[str | int, FlaxParameters | jax.Array]
 type GivenParameters = Mapping[Any, GivenParameters | ArrayLike]
 
-# Parts of a Llama's parameter names: in transformers -> in jax_kernels.models.Transformer.
-_LLAMA = {
-    "embed_tokens": "embed",
-    "input_layernorm": "attention_norm",
-    "self_attn": "attention",
-    "o_proj": "out_proj",
-    "post_attention_layernorm": "mlp_norm",
-    "lm_head": "head",
-}
-_FINAL = {"norm": "final_norm"}
-_LAYER = re.compile(
-    r"layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight"
-)
-_LLAMAS = re.compile(r"(^|\.)layers\.\d+\.self_attn\.[qkvo]_proj\.")
-_OTHERS = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 _BF16 = np.dtype(jnp.bfloat16)
-
-
-# The model types of transformers that models.Transformer computes, and the config values that it requires.
-_KINDS = ("llama", "mistral")
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "sliding_window": (None,),
-    "attention_multiplier": (None, 1.0),
-    "embedding_multiplier": (None, 1.0),
-    "residual_multiplier": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "partial_rotary_factor": (None, 1.0),
-    "qk_norm": (None, False),
-    "use_qk_norm": (None, False),
-    "no_rope_layers": (None, []),
-}
 # Modules that jax_kernels.models cannot compute: its attention has no biases, or rotates queries and keys.
 _ALONE = (
     torch.nn.MultiheadAttention,
@@ -90,7 +52,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
     | bridge.nn.Transformer | models.Transformer, models.LongNet |
     | bridge.nn.DynamicMaskAttention, Linear, GatedMLP, LayerNorm, RMSNorm; torch.nn's | modules of the same names |
     | bridge.nn.MixtureOfExperts, with its expert_bias | models.MixtureOfExperts |
-    | a LlamaForCausalLM, or a state dict with its names | models.Transformer (see transformer_fields) |
+    | a causal Llama, Mistral, Mixtral, Qwen3 or Qwen3-MoE, or its state dict | models.Transformer |
 
     Args:
       source: the module, or its state dict. A Llama's lm_head is omitted if it equals the embedding.
@@ -118,10 +80,10 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
             raise ValueError(
                 f"source: got {name}, low-bit weights, want float weights: convert before quantize_weights"
             )
-    if is_llama := any(_LLAMAS.search(name) for name in state):
-        state = _without_llamas_names(state)
+    if is_llama := has_hf_names(state):
+        state = from_hf(state)
         if hasattr(source, "config"):
-            _check_config(source.config)
+            check_config(source.config)
     elif isinstance(source, torch.nn.Module):
         _check_modules(source)
     found: dict[Any, Any] = {}
@@ -146,21 +108,21 @@ def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, t
 
     Args:
       parameters: nested dicts of arrays, or one dict by dotted names, as models.flat_parameters returns it.
-      names: "bridge" for bridge.nn's modules, and "llama" for transformers' LlamaForCausalLM. If the model has no head,
-        its embedding becomes the Llama's lm_head.
+      names: "bridge" for bridge.nn's modules, and for causal language models of transformers "llama" (also Mistral),
+        "mixtral", "qwen3" and "qwen3_moe". If the model has no head, its embedding becomes the lm_head.
 
     Returns:
       tensors on the CPU, in the arrays' dtypes. Matrices of linear layers are [out, in], transposed from Flax's.
 
     Raises:
-      ValueError: an array has more axes than a parameter of jax_kernels.models; names is unknown; or, with "llama",
-        models.Transformer lacks a parameter.
+      ValueError: an array has more axes than a parameter of jax_kernels.models; names is unknown; or a model
+        of transformers lacks a parameter.
       TypeError: parameters is no dict, or contains a value that is no array of numbers.
       RuntimeError: the process was forked from one in which JAX ran.
     """
     fork.refuse()
-    if names not in ("bridge", "llama"):
-        raise ValueError(f"names: got {names!r}, want 'bridge' or 'llama'")
+    if names not in ("bridge", *NAMES):
+        raise ValueError(f"names: got {names!r}, want 'bridge', {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}")
     if not isinstance(parameters, Mapping):
         raise TypeError(f"parameters: got {type_name(parameters)}, want nested dicts of arrays")
     state = {}
@@ -175,48 +137,7 @@ def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, t
                 f"parameters: got {'.'.join(path)} of shape {array.shape}, which no model of jax_kernels.models has"
             )
         state[name] = _tensor(array.T if is_kernel else array)
-    if names == "bridge":
-        return state
-    llama = {_llama_name(name): tensor for name, tensor in state.items()}
-    return {"lm_head.weight": llama["model.embed_tokens.weight"]} | llama
-
-
-def transformer_fields(config: "PreTrainedConfig") -> dict[str, Any]:
-    """Returns the fields of models.TransformerConfig for a transformers.LlamaConfig, as a dict.
-
-    For example, TransformerConfig(**transformer_fields(llama.config)).
-
-    Raises ValueError for model types other than "llama" and "mistral", and for features that models.Transformer lacks:
-    biases, scaled rotary frequencies, sliding windows, multipliers, and activations other than silu.
-    """
-    _check_config(config)
-    rotary = dict(getattr(config, "rope_parameters", None) or {})
-    return {
-        "vocab_size": config.vocab_size,
-        "model_dim": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "mlp_dim": config.intermediate_size,
-        "rope_theta": float(rotary.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
-        "norm_eps": config.rms_norm_eps,
-        "tie_embeddings": config.tie_word_embeddings,
-    }
-
-
-def _check_config(config: Any) -> None:
-    """Raises ValueError unless models.Transformer computes the function of a transformers model with this config."""
-    kind = getattr(config, "model_type", None)
-    if kind not in _KINDS:
-        want = " or ".join(map(repr, _KINDS))
-        raise ValueError(f"config.model_type: got {kind!r}, want {want}, whose function models.Transformer has")
-    for name, neutral in _NEUTRAL.items():
-        if hasattr(config, name) and getattr(config, name) not in neutral:
-            raise ValueError(f"config.{name}: got {getattr(config, name)!r}, which models.Transformer does not have")
-    rotary = dict(getattr(config, "rope_parameters", None) or {})
-    if rotary.get("rope_type", "default") != "default" or rotary.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config.rope_parameters: got {rotary!r}, which models.Transformer does not have")
+    return state if names == "bridge" else to_hf(state, names)
 
 
 def _check_modules(source: torch.nn.Module) -> None:
@@ -233,28 +154,6 @@ def _check_modules(source: torch.nn.Module) -> None:
             raise ValueError(f"{place}: got a norm over {tuple(module.normalized_shape)}, want one over the last axis")
         if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] != "embed":
             raise ValueError(f"{place}: got an Embedding, want it as `embed` of a bridge.nn.Transformer")
-
-
-def _without_llamas_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a Llama's parameters under bridge.nn.Transformer's names. Raises ValueError for unknown names."""
-    short = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-    unknown = sorted(name for name in short if not _LAYER.fullmatch(name) and name not in _OTHERS)
-    if unknown:
-        raise ValueError(f"source: got parameters that models.Transformer lacks: {', '.join(unknown[:4])}")
-    renamed = {}
-    for name, tensor in short.items():
-        names = _FINAL if name == "norm.weight" else _LLAMA
-        renamed[".".join(names.get(part, part) for part in name.split("."))] = tensor
-    return renamed
-
-
-def _llama_name(name: str) -> str:
-    """Returns transformers' name of a bridge.nn.Transformer's parameter. Raises ValueError if a Llama lacks it."""
-    theirs = {own: other for other, own in (_LLAMA | _FINAL).items()}
-    full = ".".join(theirs.get(part, part) for part in name.split("."))
-    if not _LAYER.fullmatch(full) and full not in _OTHERS:
-        raise ValueError(f"parameters: got {name!r}, which a Llama lacks")
-    return full if full.startswith("lm_head") else f"model.{full}"
 
 
 def _flax_path(name: str, tensor: torch.Tensor) -> list[str]:

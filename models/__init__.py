@@ -19,6 +19,7 @@ from jax_kernels.models.layers.linear import GatedMLP, Linear
 from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
 from jax_kernels.models.layers.normalization import LayerNorm, RMSNorm
 from jax_kernels.models.layers.quantized import QuantizedGatedMLP, QuantizedLinear, QuantizedWeight, quantize_weights
+from jax_kernels.models.layers.quantized_experts import QuantizedMixtureOfExperts
 from jax_kernels.models.layers.routing import ExpertBias, Routing
 from jax_kernels.models.parallel.distributed import initialize_distributed
 from jax_kernels.models.parallel.pipeline import pipelined
@@ -47,6 +48,7 @@ __all__ = [
     "MultiHeadDilatedAttention",
     "QuantizedGatedMLP",
     "QuantizedLinear",
+    "QuantizedMixtureOfExperts",
     "QuantizedWeight",
     "RMSNorm",
     "Routing",

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention
+from jax_kernels.models.layers.delayed_scaling import AmaxHistory, recording
 from jax_kernels.models.layers.linear import GatedMLP
 from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
 from jax_kernels.models.layers.normalization import RMSNorm
@@ -47,12 +48,15 @@ class Block(nnx.Module):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             implementation=config.implementation,
             projection_implementation=config.projection_implementation,
             precision=config.precision,
             scaling=config.scaling,
+            fp8_scaling=config.fp8_scaling,
+            amax_history_length=config.amax_history_length,
             sequence_axis=config.sequence_axis,
             sequence_strategy=config.sequence_strategy,
             sequence_layout=config.sequence_layout,
@@ -117,6 +121,8 @@ def _gated_mlp(config: TransformerConfig, rngs: nnx.Rngs) -> GatedMLP:
         config.mlp_dim or 0,
         precision=config.precision,
         scaling=config.scaling,
+        fp8_scaling=config.fp8_scaling,
+        amax_history_length=config.amax_history_length,
         implementation=config.mlp_implementation,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
@@ -147,18 +153,25 @@ def _experts(config: TransformerConfig, rules: ShardingRules, rngs: nnx.Rngs) ->
     )
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "remat", "target"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "remat", "target", "records"))
 def run_block(
-    state: Any, x: jax.Array, documents: Packed | None, *, graphdef: Any, remat: bool | str, target: Any
-) -> tuple[jax.Array, Routing | None]:
-    """(x after one block without a cache, the Routing of its experts or None).
+    state: Any, x: jax.Array, documents: Packed | None, *, graphdef: Any, remat: bool | str, target: Any, records: bool
+) -> tuple[jax.Array, Routing | None, Any]:
+    """(x after one block without a cache, the Routing of its experts or None, its AmaxHistories or None).
 
     It is traced and lowered once for all blocks of a model that are alike.
 
     state, graphdef: the block, as nnx.split returns it. remat: as in TransformerConfig. target: (the device, whether
-    kernels are interpreted), part of jit's key, since the plans depend on it.
+    kernels are interpreted), part of jit's key, since the plans depend on it. records: whether the block adds to its
+    AmaxHistories and returns them.
     """
-    block = lambda state, x, documents: nnx.merge(graphdef, state)(x, documents=documents)[::2]
+
+    def block(state: Any, x: jax.Array, documents: Packed | None) -> Any:
+        module = nnx.merge(graphdef, state)
+        with recording(records):
+            x, _, routing = module(x, documents=documents)
+        return x, routing, nnx.state(module, AmaxHistory) if records else None
+
     return recomputed(block, remat)(state, x, documents)
 
 

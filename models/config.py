@@ -18,6 +18,7 @@ __all__ = [
     "ExpertsConfig",
     "TransformerConfig",
     "check_choices",
+    "check_fp8_scaling",
     "check_heads",
     "check_precision",
     "check_scaling",
@@ -102,12 +103,15 @@ class TransformerConfig:
       without "fp8" is XLA's matmul. With "xla" for all three, "fp8" also runs on GPUs without 8-bit matmuls.
     precision: "fp8" for 8-bit matmuls in the blocks (q, k, v, out, gate, up and down), as in matmul; None for matmuls
       in dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token its own scale, so
-      that no token depends on a later token.
+      that no token depends on a later token. fp8_scaling, amax_history_length: with "fp8", as in Linear; with "delayed"
+      only the calls of `losses` record magnitudes.
     sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh has it; None to not shard them.
     sequence_strategy: with sharded tokens, as ring_attention's strategy; a LongNet has "auto".
     sequence_layout: with sharded tokens, as ring_attention's layout; None for "zigzag", or for "contiguous" in a
       LongNet and with sequence_strategy="all_to_all".
     microbatches: parts of a device's rows, if a mesh axis has stages of the blocks; None for the number of stages.
+    qk_norm: whether an RMSNorm of each query and each key comes before the rotation, as in Qwen3.
+    logit_softcap: caps the head's logits smoothly to (-logit_softcap, logit_softcap), as Gemma 2 does; None for no cap.
     experts: an ExpertsConfig, or its fields by name, for blocks with a mixture of experts instead of the gated MLP;
       None for no such blocks. The experts run without "fp8" and without stages; scan_layers needs them in all blocks.
 
@@ -138,6 +142,10 @@ class TransformerConfig:
     sequence_layout: str | None = None
     microbatches: int | None = None
     experts: ExpertsConfig | None = None
+    logit_softcap: float | None = None
+    qk_norm: bool = False
+    fp8_scaling: str = "dynamic"
+    amax_history_length: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -155,7 +163,9 @@ class TransformerConfig:
             object.__setattr__(self, name, positive_number(f"TransformerConfig.{name}", getattr(self, name)))
         if self.microbatches is not None:
             positive("TransformerConfig.microbatches", self.microbatches)
-        for name in ("tie_embeddings", "scan_layers"):
+        if self.logit_softcap is not None:
+            positive_number("TransformerConfig.logit_softcap", self.logit_softcap)
+        for name in ("tie_embeddings", "scan_layers", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a bool")
         if not isinstance(self.remat, bool) and self.remat not in REMAT:
@@ -169,6 +179,9 @@ class TransformerConfig:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a name or None")
         check_precision("TransformerConfig.", self.precision, self.scaling)
+        check_fp8_scaling(
+            "TransformerConfig.", self.fp8_scaling, self.amax_history_length, self.precision, self.scaling
+        )
         check_sequence("TransformerConfig.", self.sequence_axis, self.sequence_strategy, self.sequence_layout)
         self._check_experts()
         object.__setattr__(self, "num_kv_heads", kv_heads)
@@ -264,6 +277,27 @@ def check_scaling(prefix: str, precision: object, scaling: object) -> None:
         raise ValueError(f"{prefix}scaling={scaling!r} must be 'tensor', 'row', 'block' or None")
     if precision != "fp8":
         raise ValueError(f"{prefix}scaling={scaling!r} must be None with precision={precision!r}: it is for 'fp8'")
+
+
+def check_fp8_scaling(prefix: str, fp8_scaling: Any, length: Any, precision: Any, scaling: Any) -> None:
+    """Raises ValueError or TypeError, naming the argument, unless fp8_scaling fits the other options.
+
+    prefix: comes before the argument's name in an error. length: the argument amax_history_length.
+    """
+    if fp8_scaling not in ("dynamic", "delayed"):
+        raise ValueError(f"{prefix}fp8_scaling={fp8_scaling!r} must be 'dynamic' or 'delayed'")
+    if fp8_scaling == "dynamic":
+        if length is not None:
+            raise ValueError(f"{prefix}amax_history_length={length!r} must be None with fp8_scaling='dynamic'")
+        return
+    if precision != "fp8":
+        raise ValueError(
+            f"{prefix}fp8_scaling='delayed' must be 'dynamic' with precision={precision!r}: it is for 'fp8'"
+        )
+    if scaling not in (None, "tensor"):
+        raise ValueError(f"{prefix}scaling={scaling!r} must be 'tensor' or None with fp8_scaling='delayed'")
+    if length is not None:
+        positive(f"{prefix}amax_history_length", length)
 
 
 def check_sequence(prefix: str, axis: object, strategy: object, layout: object) -> None:

@@ -13,7 +13,7 @@ from jax_kernels.models.block import Block, run_block, stacked
 from jax_kernels.models.config import TransformerConfig, check_kind
 from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.layers.attention import KVCache
-from jax_kernels.models.layers.delayed_scaling import AmaxHistory
+from jax_kernels.models.layers.delayed_scaling import AmaxHistory, recording
 from jax_kernels.models.layers.normalization import RMSNorm
 from jax_kernels.models.layers.quantized import QuantizedLinear, QuantizedWeight
 from jax_kernels.models.layers.routing import ExpertBias, Routing
@@ -41,6 +41,7 @@ class Transformer(nnx.Module):
         layers.N.attention.k_proj.kernel     [model_dim, num_kv_heads * head_dim]
         layers.N.attention.v_proj.kernel     [model_dim, num_kv_heads * head_dim]
         layers.N.attention.out_proj.kernel   [num_heads * head_dim, model_dim]
+        layers.N.attention.q_norm.scale      [head_dim], with qk_norm; also k_norm
         layers.N.mlp_norm.scale              [model_dim]
         layers.N.mlp.gate_proj.kernel        [model_dim, mlp_dim]
         layers.N.mlp.up_proj.kernel          [model_dim, mlp_dim]
@@ -51,7 +52,8 @@ class Transformer(nnx.Module):
     The forward, with the names of `flat_parameters`: x = embed[tokens]; for each block
     x += out_proj(attention(rotary(q), rotary(k), v)) of attention_norm(x), then
     x += down_proj(silu(gate_proj(h)) * up_proj(h)) with h = mlp_norm(x); logits = final_norm(x) @ head.kernel, or
-    @ embed.T when tied. The residual stream is in config.dtype. RMSNorm is x / sqrt(mean(x²) + norm_eps) * scale.
+    @ embed.T when tied. config.logit_softcap caps the logits. The residual stream is in config.dtype. RMSNorm is
+    x / sqrt(mean(x²) + norm_eps) * scale.
 
     In the blocks of config.expert_layers the MLP is a MixtureOfExperts, with these parameters instead of its own (E is
     num_experts, D the width of an expert)::
@@ -198,10 +200,21 @@ class Transformer(nnx.Module):
         lengths = (*of.shape[:2], self.config.vocab_size)
         return self.rules.spec(names, lengths, jax.sharding.get_abstract_mesh())
 
-    def losses(self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
-        """The loss of each token, float32 [B, T]: the cross-entropy of its target under its logits, in nats.
+    def losses(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        reduction: str = "none",
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+    ) -> jax.Array:
+        """The cross-entropy of each token's target under its logits, in nats: float32 [B, T], or their sum or mean.
 
-        Equivalent to linear_cross_entropy of the logits of a call, but the logits are never all in memory.
+        Equivalent to linear_cross_entropy of the logits of a call, but the logits are never all in memory. For training
+        take "sum" or "mean": their gradients need three matmuls with the head; with "none" they need four.
 
         Args:
           tokens, targets: integers [B, T], from 0 to vocab_size - 1. A target below 0 has a loss of 0 and no gradient.
@@ -209,16 +222,27 @@ class Transformer(nnx.Module):
             later tokens attend to padding, as to token 0, so put padding at the end of a row.
           segment_ids: integers [B, T], the ids of packed documents, or None. A token attends only within its document.
             All targets count here; next_token_loss ignores targets in another document.
+          weights: floats [B, T], the factor of each token's loss; None is 1.
+          reduction, z_loss, label_smoothing: as in linear_cross_entropy. The softcap is config.logit_softcap.
 
         Raises:
-          ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives a loss of NaN), or
-            the devices along the sequence axis do not divide the tokens.
-          TypeError: segment_ids or targets are not integers.
+          ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives a loss of NaN), a
+            number is out of range, or the devices along the sequence axis do not divide the tokens.
+          TypeError: segment_ids or targets are not integers, or weights are not floats.
         """
-        return self.losses_and_routing(tokens, targets, segment_ids=segment_ids)[0]
+        options: dict[str, Any] = {"reduction": reduction, "z_loss": z_loss, "label_smoothing": label_smoothing}
+        return self.losses_and_routing(tokens, targets, segment_ids=segment_ids, weights=weights, **options)[0]
 
     def losses_and_routing(
-        self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        reduction: str = "none",
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
     ) -> tuple[jax.Array, Routing | None]:
         """(the result of `losses`, the Routing of the blocks with experts), for a load-balancing loss.
 
@@ -232,17 +256,40 @@ class Transformer(nnx.Module):
         if targets.shape != tokens.shape:
             raise ValueError(f"targets: got shape {targets.shape}, want tokens' {tokens.shape}")
         check_targets(targets, self.config.vocab_size)
+        reduction = plain(reduction)
+        options: dict[str, Any] = {
+            "reduction": reduction,
+            "z_loss": plain(z_loss),
+            "label_smoothing": plain(label_smoothing),
+        }
+        records = bool(jax.tree.leaves(nnx.state(self.layers, AmaxHistory)))
         if has_explicit_axes():
-            losses = lambda model, tokens, targets, ids: model.losses_and_routing(tokens, targets, segment_ids=ids)
+            if records:
+                raise NotImplementedError("mesh: got Explicit axes with fp8_scaling='delayed', want Auto axes")
+
+            def losses(model: Any, tokens: Any, targets: Any, segment_ids: Any, weights: Any) -> Any:
+                given = {"segment_ids": segment_ids, "weights": weights}
+                return model.losses_and_routing(tokens, targets, **given, **options)
+
             of_routing = Routing(load=P(), probability=P()) if self.config.expert_layers else None  # type: ignore[arg-type]
-            specs = self._spec("batch", "tokens", of=tokens), of_routing
-            return under_auto_axes(losses, self, (tokens, targets, segment_ids), specs)
-        x, order, routing = self._hidden(tokens, None, segment_ids, targets)
+            of_losses = self._spec("batch", "tokens", of=tokens) if reduction == "none" else P()
+            return under_auto_axes(losses, self, (tokens, targets, segment_ids, weights), (of_losses, of_routing))
+        x, order, routing = self._hidden(tokens, None, segment_ids, targets, records=records)
         tied = self.config.tie_embeddings
         w = self.embed[...] if tied else self._head_kernel(x.dtype)
-        targets = targets if order is None else targets[:, order]
-        found = linear_cross_entropy(x, w, targets, transpose_w=tied, rules=self.rules)
-        return found if order is None else found[:, np.argsort(order)], routing
+        if order is not None:
+            targets, weights = targets[:, order], None if weights is None else weights[:, order]
+        found = linear_cross_entropy(
+            x,
+            w,
+            targets,
+            weights=weights,
+            transpose_w=tied,
+            softcap=self.config.logit_softcap,
+            rules=self.rules,
+            **options,
+        )
+        return found if order is None or reduction != "none" else found[:, np.argsort(order)], routing
 
     def generate(
         self,
@@ -315,20 +362,21 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = x.astype(self.config.dtype)
         filled = []
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache, _ = layer(x, layer_cache)
-            filled.append(layer_cache)
+        with recording(False):
+            for layer, layer_cache in zip(self.layers, cache, strict=True):
+                x, layer_cache, _ = layer(x, layer_cache)
+                filled.append(layer_cache)
         return self.final_norm(x), tuple(filled)
 
     def _hidden(
-        self, tokens: Any, embeddings: Any, segment_ids: Any = None, targets: Any = None
+        self, tokens: Any, embeddings: Any, segment_ids: Any = None, targets: Any = None, *, records: bool = False
     ) -> tuple[jax.Array, Any, Any]:
         """(the final norm's result [B, T, model_dim], order, routing), for whole sequences without a cache.
 
         order: int32 [T], the index in the sequence of the token at each position of the result, as sharded layouts need
         it; None if the result is in the order of the sequence. routing: the Routing of the blocks with experts, with a
         first axis for these blocks; None without experts. targets: a loss's targets, which mark padding. Exactly
-        one of tokens and embeddings is given.
+        one of tokens and embeddings is given. records: whether the blocks add to their AmaxHistories, in place.
         """
         length = (tokens if embeddings is None else embeddings).shape[1]
         order = self.layers[0].attention.token_order(length, "tokens")
@@ -346,18 +394,21 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = self._constrained(x.astype(self.config.dtype))
         target = dispatch.target_device(x), dispatch.interpreting()
-        if jax.tree.leaves(nnx.state(self.layers, AmaxHistory)):
-            raise NotImplementedError("layers: got a module of fp8_scaling='delayed': a block would lose its history")
         graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
         def block(state: Any, x: jax.Array, documents: Packed | None = None, which: int = 0) -> Any:
             graphdef, remat = graphdefs[which], self.config.remat
-            x, routing = run_block(state, x, documents, graphdef=graphdef, remat=remat, target=target)
-            return self._constrained(x), routing
+            options: Any = {"graphdef": graphdef, "remat": remat, "target": target, "records": records}
+            x, *others = run_block(state, x, documents, **options)
+            return self._constrained(x), others
 
         stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
         if stages and self.config.expert_layers:
             raise ValueError(f"mesh: got stages along {stages[0]!r} with experts, want a mesh without stages")
+        if stages and records:
+            raise NotImplementedError(
+                f"mesh: got stages along {stages[0]!r} with fp8_scaling='delayed', want a mesh without stages"
+            )
         if (stages or self.config.scan_layers) and any(other != graphdefs[0] for other in graphdefs):
             raise ValueError(
                 "layers: got blocks that differ, such as one that quantize_weights skipped, with scan_layers or "
@@ -367,12 +418,17 @@ class Transformer(nnx.Module):
         if stages:
             x = self._pipelined(lambda *given: block(*given)[0], stacked(states, x.dtype), x, documents, stages[0])
         elif self.config.scan_layers:
-            x, routing = jax.lax.scan(lambda x, state: block(state, x, documents), x, stacked(states, x.dtype))
+            step = lambda x, state: block(state, x, documents)
+            x, (routing, histories) = jax.lax.scan(step, x, stacked(states, x.dtype))
+            for which, layer in enumerate(self.layers if records else ()):
+                nnx.update(layer, jax.tree.map(lambda y, which=which: y[which], histories))
         else:
             routings = []
             for which, state in enumerate(states):
-                x, of_block = block(state, x, documents, which)
+                x, (of_block, histories) = block(state, x, documents, which)
                 routings += [] if of_block is None else [of_block]
+                if records:
+                    nnx.update(self.layers[which], histories)
             routing = jax.tree.map(lambda *xs: jnp.stack(xs), *routings) if routings else None
         return self.final_norm(x), order, routing
 
@@ -401,9 +457,12 @@ class Transformer(nnx.Module):
     def _logits(self, x: jax.Array) -> jax.Array:
         """The head's logits, float32 [B, T, vocab_size], from the final norm's result."""
         if not self.config.tie_embeddings and isinstance(self.head, QuantizedLinear):
-            return matmul(x, self.head.kernel, out_dtype=jnp.float32, implementation=self.head.implementation)
-        kernel = self.embed[...].T if self.config.tie_embeddings else self._head_kernel(x.dtype)
-        return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+            logits = matmul(x, self.head.kernel, out_dtype=jnp.float32, implementation=self.head.implementation)
+        else:
+            kernel = self.embed[...].T if self.config.tie_embeddings else self._head_kernel(x.dtype)
+            logits = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _head_kernel(self, dtype: Any) -> jax.Array:
         """The head's matrix [model_dim, vocab_size]. A low-bit matrix is dequantised to dtype; others keep their

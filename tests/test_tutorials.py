@@ -24,6 +24,17 @@ assert 0.3 < mask.density(length, length, 32) < 0.4
 assert reached[0] == 100 and reached[-1] <= 100 + 2 * 32
 assert learned_losses[-1] < learned_losses[0]
 """,
+    "mixture_of_experts": """
+assert log[-1]["loss"] < 0.75 * log[0]["loss"]
+assert 0.019 < log[-1]["balance_loss"] < 0.03 and 1 <= log[-1]["largest_load"] < 4
+assert routing.load.shape == (2, 8) and (np.asarray(routing.load).sum(1) == 2 * 8 * 64).all()
+assert (np.asarray(drawn) == np.asarray(drawn_by_small)).mean() > 0.5
+np.testing.assert_allclose(logits.numpy(), np.asarray(trainer.model(prompt)), atol=1e-4)
+assert in_torch[0, 16:].tolist() == np.asarray(drawn)[0].tolist()
+assert qwen.config._experts_implementation == "jax_kernels"
+assert abs(float(nats) - log[-1]["loss"]) < 1
+assert qwen.model.layers[0].mlp.experts.gate_up_proj.grad.abs().max() > 0
+""",
     "port_a_pytorch_model": """
 assert F.scaled_dot_product_attention is bridge.scaled_dot_product_attention
 assert losses[-1] < losses[0]
@@ -43,7 +54,11 @@ assert len(set(pages.free)) == len(pages.free)
 assert np.isnan(keys).any() and np.isfinite(out[np.array([0, 2, 3])]).all() and not out[1].any()
 """,
 }
-NEEDS = {"port_a_pytorch_model": ("torch",), "weights_to_flax": ("torch", "transformers", "flax")}
+NEEDS = {
+    "mixture_of_experts": ("torch", "transformers", "flax"),
+    "port_a_pytorch_model": ("torch",),
+    "weights_to_flax": ("torch", "transformers", "flax"),
+}
 DEVICES = {"long_context": 4}
 
 

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["LLAMA", "POLICIES", "TrainCase", "measure"]
+__all__ = ["LLAMA", "POLICIES", "TrainCase", "config_of", "measure"]
 
 STRATEGIES = ("all_to_all", "ring")
-PREFIXES = ("scan", "xla", "plain", "cudnn", "nccl", "triton", *STRATEGIES)
+SCALINGS = ("row", "block", "delayed")  # of 8-bit matmuls; else each tensor's own scale
+PREFIXES = ("scan", "xla", "plain", "tokens", "cudnn", "nccl", "triton", "fp8", *SCALINGS, *STRATEGIES)
 POLICIES: dict[str, Any] = {"none": False, "all": True, "attention": "attention", "products": "products"}
 LLAMA = ("llama", "llama-remat")
 # TFLOP/s of dense bfloat16 matmuls, by the vendor's data sheets.
@@ -26,7 +27,8 @@ class TrainCase:
 
     batch: of one device. A mesh of n devices has n times the batch, also along "sequence", where each device has a
     shard of each sequence: so the work per token, which depends on the sequence length, stays the same. has_profile:
-    whether CUPTI records the time of each kernel in an extra turn.
+    whether CUPTI records the time of each kernel in an extra turn. curve: the number of steps on real text whose losses
+    are the result; 0 for times.
     """
 
     name: str
@@ -43,12 +45,20 @@ class TrainCase:
     steps: int
     rounds: int
     has_profile: bool = False
+    curve: int = 0
 
     def __post_init__(self) -> None:
         known = self.policy in POLICIES and all(word in PREFIXES for word in self.prefixes)
         if not known and self.name not in LLAMA:
             names, words = ", ".join((*POLICIES, *LLAMA)), "-, ".join(PREFIXES)
             raise ValueError(f"contenders: got {self.name!r}, want one of {names}, or a policy after {words}-")
+        if any(word in SCALINGS for word in self.prefixes) and "fp8" not in self.prefixes:
+            raise ValueError(f"contenders: got {self.name!r}, want fp8- with {'-, '.join(SCALINGS)}-")
+        if self.curve and (self.name in LLAMA or self.vocabulary < 256):
+            raise ValueError(
+                f"curve: got {self.name!r} with a vocabulary of {self.vocabulary}, want this library's contenders, and "
+                "256 ids or more for bytes"
+            )
         if self.mesh and self.name in LLAMA:
             raise ValueError(f"meshes: got {self.mesh!r} for {self.name}, want none")
         _ = self.axes
@@ -92,6 +102,10 @@ class TrainCase:
 
 def measure(case: TrainCase) -> dict[str, Any]:
     """The row of a contender."""
+    if case.curve:
+        from harness.train_curve import losses_of
+
+        return losses_of(case)
     build = _llama_run if case.name in LLAMA else _transformer_run
     activity = _device_activity() if case.has_profile else None
     start = time.perf_counter()
@@ -168,6 +182,31 @@ class Run:
     built: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+def config_of(case: TrainCase) -> Any:
+    """The TransformerConfig of one of this library's contenders."""
+    from jax_kernels.models import TransformerConfig
+
+    is_fp8, by_xla = "fp8" in case.prefixes, "xla" if "xla" in case.prefixes else None
+    return TransformerConfig(
+        vocab_size=case.vocabulary,
+        model_dim=case.width,
+        num_layers=case.layers,
+        num_heads=case.heads,
+        mlp_dim=case.mlp,
+        dtype=case.dtype,
+        param_dtype=case.param_dtype,
+        remat=POLICIES[case.policy],
+        scan_layers="scan" in case.prefixes,
+        implementation="cudnn" if "cudnn" in case.prefixes else None,
+        mlp_implementation=by_xla,
+        projection_implementation=by_xla if is_fp8 else None,
+        precision="fp8" if is_fp8 else None,
+        scaling=next((word for word in case.prefixes if word in ("row", "block")), None),
+        fp8_scaling="delayed" if "delayed" in case.prefixes else "dynamic",
+        sequence_strategy=next((x for x in case.prefixes if x in STRATEGIES), "auto"),
+    )
+
+
 def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | None]]:
     built: dict[str, float] = {}
     since = [time.perf_counter()]
@@ -182,27 +221,13 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
 
     from jax_kernels import compile_kernels
     from jax_kernels.compilation import paused_collections
-    from jax_kernels.models import Transformer, TransformerConfig, make_mesh, shard_batch, state_shardings
+    from jax_kernels.models import AmaxHistory, Transformer, make_mesh, shard_batch, state_shardings
 
     part("import")
     jax.block_until_ready(jax.numpy.zeros(1) + 1)
     part("start of the backend")
-    config = TransformerConfig(
-        vocab_size=case.vocabulary,
-        model_dim=case.width,
-        num_layers=case.layers,
-        num_heads=case.heads,
-        mlp_dim=case.mlp,
-        dtype=case.dtype,
-        param_dtype=case.param_dtype,
-        remat=POLICIES[case.policy],
-        scan_layers="scan" in case.prefixes,
-        implementation="cudnn" if "cudnn" in case.prefixes else None,
-        mlp_implementation="xla" if "xla" in case.prefixes else None,
-        sequence_strategy=next((x for x in case.prefixes if x in STRATEGIES), "auto"),
-    )
     mesh = make_mesh(case.axes or {"data": 1})
-    graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(Transformer(config_of(case), rngs=nnx.Rngs(0)))
     optimizer = optax.adamw(1e-4)
     places = state_shardings(params, mesh)
     params = jax.block_until_ready(jax.device_put(params, places))
@@ -215,8 +240,12 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     def loss_of(params: Any, tokens: Any) -> Any:
         model, targets = nnx.merge(graphdef, params), jax.numpy.roll(tokens, -1, 1)
         if "plain" in case.prefixes:
-            return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
-        return model.losses(tokens, targets).mean()
+            loss = optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
+        elif "tokens" in case.prefixes:
+            loss = model.losses(tokens, targets).mean()
+        else:
+            loss = model.losses(tokens, targets, reduction="mean")
+        return loss, nnx.state(model, AmaxHistory)
 
     @functools.partial(
         jax.jit,
@@ -225,9 +254,10 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
         compiler_options=_options(case, mesh),
     )
     def train(params: Any, moments: Any, tokens: Any) -> Any:
-        loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
+        (loss, histories), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, tokens)
         updates, moments = optimizer.update(gradients, moments, params)
-        return optax.apply_updates(params, updates), moments, loss
+        params = optax.apply_updates(params, updates)
+        return nnx.merge_state(params, histories) if histories else params, moments, loss
 
     jax.block_until_ready((params, moments, tokens))
     part("moments and tokens")

@@ -1,9 +1,8 @@
 """jax_kernels.models.Transformer and LongNet as PyTorch modules, and the names of all modules of bridge.nn."""
 
-import math
 import types
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +13,11 @@ from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
+from jax_kernels.bridge.nn.config import PATTERN, Config, shape_of
 from jax_kernels.bridge.nn.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.bridge.nn.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
 from jax_kernels.bridge.nn.linear import GatedMLP, Linear
+from jax_kernels.bridge.nn.mixture_of_experts import MixtureOfExperts
 from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.nn.pattern_attention import FlexAttention
@@ -48,46 +49,6 @@ __all__ = [
     "logits_and_input_gradients",
     "rotary_embedding",
 ]
-
-
-class Config(Protocol):
-    """The fields that a config of Transformer must have, for type checkers. Its other fields are optional."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def model_dim(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-
-
-_REQUIRED = ("vocab_size", "model_dim", "num_layers", "num_heads")
-_DEFAULTS = {
-    "num_kv_heads": None,
-    "head_dim": None,
-    "mlp_dim": None,
-    "rope_theta": 10000.0,
-    "norm_eps": 1e-6,
-    "tie_embeddings": True,
-    "dtype": "float32",
-    "param_dtype": "float32",
-    "remat": False,
-    "implementation": None,
-    "precision": None,
-    "scaling": None,
-}
-# The fields that a LongNetConfig adds.
-_PATTERN = {
-    "segment_lengths": None,
-    "dilation_rates": None,
-    "heads": "all",
-    "combine": "lse",
-    "layout": "overlap",
-    "order": None,
-}
-_DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
 
 
 class FP8Linear(PlainLinear):
@@ -133,7 +94,12 @@ class Attention(torch.nn.Module):
         self.k_proj = _linear(shape.model_dim, kv_heads, shape)
         self.v_proj = _linear(shape.model_dim, kv_heads, shape)
         self.out_proj = _linear(heads, shape.model_dim, shape)
-        self.pattern = {name: getattr(shape, name) for name in _PATTERN}
+        self.q_norm = self.k_norm = None
+        if shape.qk_norm:
+            self.q_norm, self.k_norm = (
+                PlainRMSNorm(shape.head_dim, shape.norm_eps, shape.param_dtype) for _ in range(2)
+            )
+        self.pattern = {name: getattr(shape, name) for name in PATTERN}
         self.out_norm = PlainLayerNorm(heads, eps=1e-5, dtype=shape.param_dtype) if shape.layer_norm else None
         if shape.gamma is not None:
             for projection, gain in (("q", 1.0), ("k", 1.0), ("v", shape.gamma), ("out", shape.gamma)):
@@ -147,6 +113,8 @@ class Attention(torch.nn.Module):
         check_dense("x", x)
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
         query, key, value = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         positions = torch.arange(x.shape[1], device=x.device)
         query = rotary_embedding(query, positions, self.rope_theta)
         key = rotary_embedding(key, positions, self.rope_theta)
@@ -190,16 +158,19 @@ class MLP(torch.nn.Module):
 class Block(torch.nn.Module):
     """A block of a Transformer: adds attention(norm(x)) to x [B, T, model_dim], then mlp(norm(x)) to the sum.
 
-    The two norms are RMSNorms with their own weights. shape: the model's config: a namespace of the fields of
+    The two norms are RMSNorms with their own weights. The MLP is a MixtureOfExperts in the blocks that the config's
+    experts name. index: of the block. shape: the model's config: a namespace of the fields of
     jax_kernels.models.TransformerConfig or LongNetConfig, with defaults for the missing ones and torch.dtypes.
     """
 
-    def __init__(self, shape: types.SimpleNamespace) -> None:
+    def __init__(self, shape: types.SimpleNamespace, index: int = 0) -> None:
         super().__init__()
         self.attention_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
         self.attention = Attention(shape)
         self.mlp_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
-        self.mlp = MLP(shape)
+        experts = shape.experts
+        has_experts = experts is not None and (experts.layers is None or index in experts.layers)
+        self.mlp = _experts(shape) if has_experts else MLP(shape)
 
     __prepare_scriptable__ = symbolic_trace.no_script
 
@@ -226,12 +197,13 @@ class Transformer(torch.nn.Module):
 
     def __init__(self, config: Config | Mapping[str, Any]) -> None:
         super().__init__()
-        shape = _shape(config)
+        shape = shape_of(config)
         self.dtype = shape.dtype
         self.remat = shape.remat
+        self.logit_softcap = shape.logit_softcap
         self.embed = torch.nn.Embedding(shape.vocab_size, shape.model_dim, dtype=shape.param_dtype)
         torch.nn.init.normal_(self.embed.weight, std=shape.model_dim**-0.5)
-        self.layers = torch.nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.layers = torch.nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
         self.final_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
         self.head = None if shape.tie_embeddings else PlainLinear(shape.model_dim, shape.vocab_size, shape.param_dtype)
 
@@ -258,9 +230,12 @@ class Transformer(torch.nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.remat and torch.is_grad_enabled() else layer(x)
         x = self.final_norm(x)
-        if self.head is not None:
-            return self.head(x).float()
-        return functional.linear(x, self.embed.weight.to(x.dtype)).float()
+        if self.head is None:
+            logits = functional.linear(x, self.embed.weight.to(x.dtype)).float()
+        else:
+            logits = self.head(x).float()
+        cap = self.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     __prepare_scriptable__ = symbolic_trace.no_script
 
@@ -291,7 +266,8 @@ class Transformer(torch.nn.Module):
         state: arrays by dotted name, as models.flat_parameters returns them. Raises ValueError if names or shapes do
         not match this model, which then stays unchanged.
         """
-        parameters = {_flax_name(name): parameter for name, parameter in self.named_parameters()}
+        named = (*self.named_parameters(), *self.named_buffers())
+        parameters = {_flax_name(name): parameter for name, parameter in named}
         missing, unknown = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
         if missing or unknown:
             raise ValueError(f"state: got names that do not fit; missing: {missing}, unknown: {unknown}")
@@ -310,59 +286,31 @@ def _flax_name(name: str) -> str:
     """Returns the Flax models' dotted name of a Transformer's parameter.
 
     "embed.weight" becomes "embed". In other names the last part "weight" becomes "scale" in a norm and "kernel"
-    elsewhere, and "bias" stays.
+    elsewhere; other last parts stay.
     """
     if name == "embed.weight":
         return "embed"
-    if name.endswith(".bias"):
+    if not name.endswith(".weight"):
         return name
     return name.removesuffix("weight") + ("scale" if name.endswith("norm.weight") else "kernel")
 
 
-def _shape(config: Config | Mapping[str, Any]) -> types.SimpleNamespace:
-    """Returns a config as a namespace of all fields, with defaults for the missing ones and dtypes as torch.dtypes.
-
-    Raises ValueError for a missing or unknown field, or for values that do not fit together.
-    """
-    if isinstance(config, Mapping):
-        unknown = sorted(config.keys() - {*_REQUIRED, *_DEFAULTS})
-        if unknown:
-            raise ValueError(f"config: got unknown fields {unknown}")
-        given = dict(config)
-    else:
-        given = {name: getattr(config, name) for name in (*_REQUIRED, *_DEFAULTS) if hasattr(config, name)}
-        if getattr(config, "experts", None) is not None:
-            raise ValueError("config: got experts, want None: this Transformer has gated MLPs; see MixtureOfExperts")
-    missing = [name for name in _REQUIRED if name not in given]
-    if missing:
-        raise ValueError(f"config: got no {', '.join(missing)}")
-    shape = types.SimpleNamespace(**{**_DEFAULTS, **given})
-    if shape.num_kv_heads is None:
-        shape.num_kv_heads = shape.num_heads
-    if shape.head_dim is None:
-        if shape.model_dim % shape.num_heads:
-            raise ValueError(f"config: num_heads={shape.num_heads} must divide model_dim={shape.model_dim}")
-        shape.head_dim = shape.model_dim // shape.num_heads
-    if shape.mlp_dim is None:
-        shape.mlp_dim = math.ceil(shape.model_dim * 8 / 3 / 64) * 64
-    if shape.num_heads % shape.num_kv_heads:
-        raise ValueError(f"config: num_kv_heads={shape.num_kv_heads} must divide num_heads={shape.num_heads}")
-    if (shape.segment_lengths is None) != (shape.dilation_rates is None):
-        raise ValueError("config: got one of segment_lengths and dilation_rates, want both or neither")
-    if shape.segment_lengths is None and (shape.layer_norm or shape.gamma is not None):
-        raise ValueError("config: got layer_norm or gamma without segment_lengths, want them with dilated attention")
-    if shape.precision not in (None, "fp8"):
-        raise ValueError(f"config: got precision={shape.precision!r}, want 'fp8' or None")
-    if shape.scaling not in (None, "tensor", "row", "block") or (shape.scaling is not None and shape.precision is None):
-        raise ValueError(
-            f"config: got scaling={shape.scaling!r} with precision={shape.precision!r}, want None, or 'tensor', 'row' "
-            "or 'block' with 'fp8'"
-        )
-    for name in ("dtype", "param_dtype"):
-        if getattr(shape, name) not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"config: got {name}={getattr(shape, name)!r}, want 'float32', 'bfloat16' or 'float16'")
-        setattr(shape, name, getattr(torch, getattr(shape, name)))
-    return shape
+def _experts(shape: types.SimpleNamespace) -> MixtureOfExperts:
+    """Returns a new MixtureOfExperts for the config's experts."""
+    experts = shape.experts
+    return MixtureOfExperts(
+        shape.model_dim,
+        experts.mlp_dim or shape.mlp_dim,
+        experts.num_experts,
+        experts.experts_per_token,
+        scores=experts.scores,
+        renormalize=experts.renormalize,
+        weight_scale=experts.weight_scale,
+        shared_experts=experts.shared_experts,
+        balance_bias=experts.bias_rate is not None,
+        implementation=experts.implementation,
+        dtype=shape.param_dtype,
+    )
 
 
 def has_gpu() -> bool:

@@ -59,8 +59,28 @@ class Layout:
         return product("...v,...d->vd", dlogits, x).astype(dtype)
 
     def total(self, sums: jax.Array, dtype: Any) -> jax.Array:
-        """The gradient of all rows [V, D], from the results of `sums`."""
+        """The gradient of all rows [V, D], from the results of `sums` or of `tile_sums`."""
         return sums.astype(dtype)
+
+    def devices(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The number of devices that shard each axis of the tokens, whose lengths are `shape`."""
+        return (1,) * len(shape)
+
+    def vocabulary_devices(self, vocabulary: int) -> int:
+        """The number of devices that shard the vocabulary."""
+        return 1
+
+    def first_sums(self, rows: jax.Array) -> jax.Array:
+        """Zeros, to which the results of `tile_sums` are added."""
+        return jnp.zeros(rows.shape, jnp.float32)
+
+    def tile_sums(self, dlogits: jax.Array, x: jax.Array) -> jax.Array:
+        """The part of a tile of tokens in the gradient of all rows: float32 [..., V, D], whose leading axes `total`
+        sums after the last tile.
+
+        dlogits: [tokens of a tile, V]. x: [tokens of a tile, D].
+        """
+        return product("...v,...d->vd", dlogits, x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +91,8 @@ class LossOptions:
     lse(z) - (1 - label_smoothing) * z[target] - label_smoothing * mean(z) + z_loss * lse(z)**2.
 
     transpose_w: whether the caller's w is [V, D], as LossInputs.rows, and not [D, V]. chunk: the vocabulary entries
-    whose logits are in memory at once; None for a size that depends on the tokens.
+    whose logits are in memory at once, or where a loop is over tiles of tokens as many logits; None for a size that
+    depends on the tokens.
     layout: the sharding of the logits.
     """
 

@@ -96,7 +96,7 @@ def losses_and_gradients(
         exact = zip(gradients(inputs, found.lse, cotangent, options), dtypes, wanted, strict=True)
         dx, drows = (y.astype(dtype) if is_wanted else None for y, dtype, is_wanted in exact)
         return losses, dx, drows
-    counts = _tile_counts(targets.shape, rows.shape[0])
+    layout, counts = options.layout, _tile_counts(targets.shape, rows.shape[0], options)
     cotangent, scale = in_range(inputs, cotangent)
     rounded, ids = rows.astype(x.dtype), lax.iota(jnp.int32, rows.shape[0])
 
@@ -110,20 +110,22 @@ def losses_and_gradients(
             dx = product("...v,vd->...d", dlogits, rounded)
             dx = (dx if scale is None else dx * scale).astype(dtypes[0])
         if wanted[1]:
-            total = total + product("...v,...d->vd", dlogits, tile[0])
+            total = total + layout.tile_sums(dlogits, tile[0])
         return total, (losses_of(found, tile[1], options, rows.shape[0]), dx)
 
-    start = jnp.zeros(rows.shape, jnp.float32) if wanted[1] else None
+    start = layout.first_sums(rows) if wanted[1] else None
     start = as_varying(start, varying_axes(inputs, cotangent))
-    tiles = _split(x, counts), _split(targets, counts, fill=-1), _split(cotangent, counts)
+    fills = (x, 0), (targets, -1), (cotangent, 0)
+    tiles = tuple(_split(y, counts, layout.devices(targets.shape), fill) for y, fill in fills)
     if math.prod(counts) == 1:  # without a loop, XLA plans the memory of all arrays together
         total, of_tiles = one(start, jax.tree.map(lambda y: y[0], tiles))
         of_tiles = jax.tree.map(lambda y: y[None], of_tiles)
     else:
         total, of_tiles = lax.scan(one, start, tiles)
     losses, dx = jax.tree.map(lambda y: _joined(y, counts, targets.shape), of_tiles)
-    drows = None if total is None else (total if scale is None else total * scale).astype(dtypes[1])
-    return losses, dx, drows
+    if total is None:
+        return losses, dx, None
+    return losses, dx, layout.total(total if scale is None else total * scale, dtypes[1])
 
 
 def _whole_statistics(logits: jax.Array, ids: jax.Array, targets: jax.Array, options: LossOptions) -> Statistics:
@@ -203,22 +205,31 @@ def _chunk(shape: tuple[Any, ...], vocabulary: Any) -> Any:
     return min(max(LOGITS_BYTES // (4 * max(math.prod(shape), 1)), LEAST_CHUNK), vocabulary)
 
 
-def _tile_counts(shape: tuple[int, ...], vocabulary: int) -> tuple[int, ...]:
-    """The parts into which each axis of the tokens is cut, so that a tile's logits take at most LOGITS_BYTES."""
-    left, counts = -(-4 * math.prod(shape) * vocabulary // LOGITS_BYTES), []
-    for length in reversed(shape):
+def _tile_counts(shape: tuple[int, ...], vocabulary: int, options: LossOptions) -> tuple[int, ...]:
+    """The parts into which each axis of the tokens is cut, so that the logits of a tile take at most LOGITS_BYTES on
+    a device, or are at most options.chunk for each token.
+
+    Each device that shards an axis has a token of each part.
+    """
+    lengths = [-(-n // devices) for n, devices in zip(shape, options.layout.devices(shape), strict=True)]
+    own = vocabulary // options.layout.vocabulary_devices(vocabulary)
+    left = -(-vocabulary // options.chunk) if options.chunk else -(-4 * math.prod(lengths) * own // LOGITS_BYTES)
+    counts: list[int] = []
+    for length in reversed(lengths):
         counts.append(max(min(left, length), 1))
         left = -(-left // counts[-1])
     return tuple(reversed(counts))
 
 
-def _split(y: jax.Array, counts: tuple[int, ...], fill: int = 0) -> jax.Array:
+def _split(y: jax.Array, counts: tuple[int, ...], devices: tuple[int, ...], fill: int) -> jax.Array:
     """The tiles of an array [tokens, ...]: [count, tokens of a tile, ...], padded by `fill`.
+
+    devices: that shard each axis of the tokens.
 
     A tile takes every count-th token of an axis, so that each shard of the tokens has an equal part of each tile.
     """
     own = y.shape[len(counts) :]
-    pads = [(0, -length % count) for length, count in zip(y.shape, counts, strict=False)]
+    pads = [(0, -length % (count * n)) for length, count, n in zip(y.shape, counts, devices, strict=False)]
     if any(after for _, after in pads):
         y = jnp.pad(y, (*pads, *((0, 0) for _ in own)), constant_values=fill)
     pairs = zip(y.shape, counts, strict=False)

@@ -13,6 +13,7 @@ from jax_kernels import masks
 from jax_kernels.masks.arrays import named_dense
 from jax_kernels.models.config import (
     DTYPES,
+    check_fp8_scaling,
     check_heads,
     check_precision,
     check_sequence,
@@ -77,7 +78,8 @@ class MultiHeadAttention(nnx.Module):
     """Self-attention over [B, T, model_dim] by this library's flash_attention, with grouped key and value heads.
 
     Parameters, all without bias: q_proj.kernel [model_dim, num_heads * head_dim], k_proj.kernel and v_proj.kernel
-    [model_dim, num_kv_heads * head_dim], out_proj.kernel [num_heads * head_dim, model_dim].
+    [model_dim, num_kv_heads * head_dim], out_proj.kernel [num_heads * head_dim, model_dim]. With qk_norm_eps also
+    q_norm.scale and k_norm.scale [head_dim].
 
     Args:
       model_dim: width of input and output.
@@ -85,6 +87,8 @@ class MultiHeadAttention(nnx.Module):
         num_heads).
       head_dim: per head, up to 256 (None: model_dim / num_heads).
       use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
+      qk_norm_eps: the epsilon of an RMSNorm of each query and each key before the rotation, as in Qwen3; None for no
+        norms.
       is_causal: a token attends to itself and to earlier tokens only.
       mask: a masks.Mask for all calls, combined with is_causal and with the mask of a call. If prepare_mask made it
         with this is_causal, calls without a mask and without a cache use its lists.
@@ -93,7 +97,7 @@ class MultiHeadAttention(nnx.Module):
       implementation: of the attention, as in flash_attention. projection_implementation: of the projections, as in
         matmul; None without "fp8" is nnx.Linear's matmul.
       precision: "fp8" for 8-bit matmuls in the projections, as in matmul; None for matmuls in dtype. scaling: with
-        "fp8", as in matmul.
+        "fp8", as in matmul. fp8_scaling, amax_history_length: with "fp8", as in Linear.
       sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh or of a jax.shard_map around the
         call has it. The attention is then ring_attention. The tokens of x must be in the order of sequence_layout, as
         shard_sequence arranges them; the rotary positions follow that order. Without such a mesh, and with a cache, the
@@ -118,6 +122,7 @@ class MultiHeadAttention(nnx.Module):
         head_dim: int | None = None,
         use_rotary: bool = True,
         rope_theta: float = 10000.0,
+        qk_norm_eps: float | None = None,
         is_causal: bool = True,
         mask: masks.Mask | None = None,
         dtype: Any = jnp.float32,
@@ -126,6 +131,8 @@ class MultiHeadAttention(nnx.Module):
         projection_implementation: str | None = None,
         precision: str | None = None,
         scaling: str | None = None,
+        fp8_scaling: str = "dynamic",
+        amax_history_length: int | None = None,
         sequence_axis: str | None = None,
         sequence_strategy: str = "auto",
         sequence_layout: str | None = None,
@@ -137,6 +144,7 @@ class MultiHeadAttention(nnx.Module):
         check_flags(use_rotary=use_rotary, is_causal=is_causal)
         check_names(implementation=implementation, projection_implementation=projection_implementation)
         check_precision("", precision, scaling)
+        check_fp8_scaling("", fp8_scaling, amax_history_length, precision, scaling)
         check_sequence("", sequence_axis, sequence_strategy, sequence_layout)
         num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
         if use_rotary and head_dim % 2:
@@ -163,12 +171,17 @@ class MultiHeadAttention(nnx.Module):
             if precision is None and projection_implementation is None:
                 return nnx.Linear(in_features, out_features, **options)
             options |= {"precision": precision, "scaling": scaling, "implementation": projection_implementation}
+            options |= {"fp8_scaling": fp8_scaling, "amax_history_length": amax_history_length}
             return Linear(in_features, out_features, **options)
 
         self.q_proj = linear(model_dim, num_heads * head_dim)
         self.k_proj = linear(model_dim, num_kv_heads * head_dim)
         self.v_proj = linear(model_dim, num_kv_heads * head_dim)
         self.out_proj = linear(num_heads * head_dim, model_dim)
+        if qk_norm_eps is not None:  # in plain JAX, which XLA fuses with the rotation
+            options = {"epsilon": positive_number("qk_norm_eps", qk_norm_eps), "dtype": self.dtype}
+            options |= {"param_dtype": param_dtype, "rngs": rngs}
+            self.q_norm, self.k_norm = (nnx.RMSNorm(head_dim, **options) for _ in range(2))
 
     @plain_arguments
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
@@ -382,6 +395,8 @@ class MultiHeadAttention(nnx.Module):
         query = project(self.q_proj).reshape(batch, length, self.num_heads, self.head_dim)
         key = project(self.k_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
         value = project(self.v_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
         if positions is not None:
             _check_positions(positions, batch, length)
         if self.use_rotary:

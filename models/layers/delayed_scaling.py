@@ -1,18 +1,20 @@
 """Delayed scaling of 8-bit matmuls: a history of the largest magnitudes of previous calls, and the scale from it."""
 
-from typing import Any
+import contextlib
+import contextvars
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jax_kernels.models.config import positive
 from jax_kernels.quantization import quantization_scale
 
-__all__ = ["AmaxHistory", "check_fp8_scaling", "delayed_scale", "empty_history"]
+__all__ = ["AmaxHistory", "copy_history", "delayed_scale", "empty_history", "recording"]
 
 LENGTH = 16
+_RECORDS = contextvars.ContextVar("records", default=True)
 
 
 class AmaxHistory(nnx.Variable):
@@ -27,34 +29,32 @@ def empty_history(length: int | None) -> AmaxHistory:
     return AmaxHistory(jnp.zeros(LENGTH if length is None else length, jnp.float32))
 
 
+@contextlib.contextmanager
+def recording(records: bool) -> Iterator[None]:
+    """Calls inside add their magnitudes to histories only with records=True."""
+    token = _RECORDS.set(records)
+    try:
+        yield
+    finally:
+        _RECORDS.reset(token)
+
+
+def copy_history(source: AmaxHistory, target: AmaxHistory) -> None:
+    """Copies a history that a call has added to; nothing in `recording(False)`."""
+    if _RECORDS.get():
+        target[...] = source[...]
+
+
 def delayed_scale(history: AmaxHistory, x: jax.Array) -> jax.Array:
     """The float32 scale [] with which x is rounded to e4m3, from the largest magnitude in the history.
 
-    It then adds x's largest finite magnitude to the history, in place. If the history has no magnitude above 0, the
-    scale comes from x itself.
+    It then adds x's largest finite magnitude to the history, in place, except in `recording(False)`. If the history has
+    no magnitude above 0, the scale comes from x itself.
     """
     x = lax.stop_gradient(x)
     newest = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(initial=0).astype(jnp.float32)
-    past = history[...]
+    past = lax.stop_gradient(history[...])
     largest = jnp.where(past.max() > 0, past.max(), newest)
-    history[...] = jnp.concatenate([newest[None], past[:-1]])
+    if _RECORDS.get():
+        history[...] = jnp.concatenate([newest[None], past[:-1]])
     return quantization_scale(largest[None], jnp.float8_e4m3fn, "tensor", -1)
-
-
-def check_fp8_scaling(fp8_scaling: Any, length: Any, precision: Any, scaling: Any) -> None:
-    """Raises ValueError or TypeError, naming the argument, unless fp8_scaling fits the other options.
-
-    length: the argument amax_history_length.
-    """
-    if fp8_scaling not in ("dynamic", "delayed"):
-        raise ValueError(f"fp8_scaling={fp8_scaling!r} must be 'dynamic' or 'delayed'")
-    if fp8_scaling == "dynamic":
-        if length is not None:
-            raise ValueError(f"amax_history_length={length!r} must be None with fp8_scaling='dynamic'")
-        return
-    if precision != "fp8":
-        raise ValueError(f"fp8_scaling='delayed' must be 'dynamic' with precision={precision!r}: it is for 'fp8'")
-    if scaling not in (None, "tensor"):
-        raise ValueError(f"scaling={scaling!r} must be 'tensor' or None with fp8_scaling='delayed'")
-    if length is not None:
-        positive("amax_history_length", length)

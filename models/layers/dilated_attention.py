@@ -99,8 +99,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
     Parameters: as in MultiHeadAttention; with layer_norm also out_norm.scale and out_norm.bias [num_heads * head_dim].
 
     Args:
-      model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, precision, scaling,
-        projection_implementation, rngs: as in MultiHeadAttention.
+      model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, qk_norm_eps, dtype, param_dtype, precision,
+        scaling, fp8_scaling, amax_history_length, projection_implementation, rngs: as in MultiHeadAttention.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
         implementation: the pattern of the branches, as in DilatedAttention.
       sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh or of a jax.shard_map around the
@@ -128,6 +128,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         head_dim: int | None = None,
         use_rotary: bool = True,
         rope_theta: float = 10000.0,
+        qk_norm_eps: float | None = None,
         is_causal: bool = True,
         heads: str = "all",
         combine: str = "lse",
@@ -143,6 +144,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         projection_implementation: str | None = None,
         precision: str | None = None,
         scaling: str | None = None,
+        fp8_scaling: str = "dynamic",
+        amax_history_length: int | None = None,
         sequence_axis: str | None = None,
         rules: ShardingRules | None = None,
         rngs: nnx.Rngs,
@@ -166,6 +169,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
             head_dim=head_dim,
             use_rotary=use_rotary,
             rope_theta=rope_theta,
+            qk_norm_eps=qk_norm_eps,
             is_causal=is_causal,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -173,6 +177,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
             projection_implementation=projection_implementation,
             precision=precision,
             scaling=scaling,
+            fp8_scaling=fp8_scaling,
+            amax_history_length=amax_history_length,
             sequence_axis=sequence_axis,
             sequence_layout="contiguous",
             rules=rules,
@@ -315,6 +321,7 @@ class LongNetBlock(Block):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
             heads=config.heads,
             combine=config.combine,
             layout=config.layout,
@@ -327,6 +334,8 @@ class LongNetBlock(Block):
             projection_implementation=config.projection_implementation,
             precision=config.precision,
             scaling=config.scaling,
+            fp8_scaling=config.fp8_scaling,
+            amax_history_length=config.amax_history_length,
             sequence_axis=config.sequence_axis,
             rules=rules,
             rngs=rngs,

@@ -6,8 +6,8 @@ import jax
 from flax import nnx
 from jax import lax
 
-from jax_kernels.models.config import check_scaling, check_size
-from jax_kernels.models.layers.delayed_scaling import check_fp8_scaling, delayed_scale, empty_history
+from jax_kernels.models.config import check_fp8_scaling, check_scaling, check_size
+from jax_kernels.models.layers.delayed_scaling import copy_history, delayed_scale, empty_history
 from jax_kernels.ops.checks import checked_array
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_op
@@ -67,7 +67,7 @@ class Linear(nnx.Linear):
             check_size(name, size)
         checked_activation(activation)
         check_scaling("", options.get("precision"), scaling)
-        check_fp8_scaling(fp8_scaling, amax_history_length, options.get("precision"), scaling)
+        check_fp8_scaling("", fp8_scaling, amax_history_length, options.get("precision"), scaling)
         super().__init__(in_features, out_features, **options)
         self.activation = activation
         self.scaling = scaling
@@ -229,7 +229,7 @@ class GatedMLP(nnx.Module):
             scales["x_scale"] = delayed_scale(of.x_history, x)
             scales["w_gate_scale"] = delayed_scale(of.kernel_history, gate)
             scales["w_up_scale"] = delayed_scale(self.up_proj.kernel_history, up)
-            self.up_proj.x_history[...] = of.x_history[...]
+            copy_history(of.x_history, self.up_proj.x_history)
         hidden = ops.gated_matmul(
             x,
             gate,

@@ -10,14 +10,12 @@ from flax.nnx.nn import dtypes
 from jax import lax
 
 from jax_kernels.models.layers.linear import GatedMLP, Linear
+from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
+from jax_kernels.models.layers.quantized_experts import QuantizedMixtureOfExperts, QuantizedWeight
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.quantization import QuantizedArray, formats, quantize
 
 __all__ = ["QuantizedGatedMLP", "QuantizedLinear", "QuantizedWeight", "quantize_weights"]
-
-
-class QuantizedWeight(nnx.Variable):
-    """The values or scales of low-bit weights. Not an nnx.Param, so that optimizers and nnx.grad ignore it."""
 
 
 class QuantizedLinear(nnx.Module):
@@ -243,10 +241,9 @@ def quantize_weights(
     """Rounds the weights of a model's matmuls to 4 or 8 bits, in the model itself.
 
     Each models.Linear and nnx.Linear becomes a QuantizedLinear, each GatedMLP a QuantizedGatedMLP. In a Transformer
-    these are the attention's projections, the MLP and the head, if it has one. Embeddings, norms, biases,
-    convolutions, low-bit weights, and the router and the experts of a MixtureOfExperts but the shared ones, do not
-    change. A second call with another format can therefore quantize the modules that the
-    first call skipped.
+    these are the attention's projections, the MLP and the head, if it has one. Each MixtureOfExperts becomes a
+    QuantizedMixtureOfExperts. Embeddings, norms, biases, convolutions, routers and low-bit weights do not change. A
+    second call with another format can therefore quantize the modules that the first call skipped.
 
     Args:
       model: an nnx.Module that has such modules as attributes, or in nnx.Lists and nnx.Dicts.
@@ -258,16 +255,16 @@ def quantize_weights(
       The model.
 
     Raises, and changes nothing:
-      TypeError: model is not an nnx.Module, or is itself a Linear or a GatedMLP; skip is a string; or a module is of
-        another subclass of nnx.Linear.
+      TypeError: model is not an nnx.Module, or is itself a Linear, a GatedMLP or a MixtureOfExperts; skip is a string;
+        or a module is of another subclass of nnx.Linear.
       ValueError: an option is wrong, a module has an option that QuantizedLinear lacks, a name in skip matches no
         module, skip names a part of a GatedMLP other than down_proj, or there is no module to replace.
     """
     _check_format(format)
-    if not isinstance(model, nnx.Module) or isinstance(model, nnx.Linear | GatedMLP):
+    if not isinstance(model, nnx.Module) or isinstance(model, _QUANTIZED):
         want = (
-            "an nnx.Module that has Linears; for a Linear or GatedMLP itself use QuantizedLinear.from_linear or "
-            "QuantizedGatedMLP.from_mlp"
+            "an nnx.Module that has Linears; for a Linear, a GatedMLP or a MixtureOfExperts itself use "
+            "QuantizedLinear.from_linear, QuantizedGatedMLP.from_mlp or QuantizedMixtureOfExperts"
         )
         raise TypeError(f"model: got {type(model).__name__}, want {want}")
     options = {"format": format, "scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
@@ -276,9 +273,11 @@ def quantize_weights(
     kept = _Skipped(skip, [path for path, *_ in found])
     places = []
     for path, parent, name, module in found:
-        if kept.has(path) or not isinstance(module, nnx.Linear | GatedMLP) or isinstance(parent, GatedMLP):
+        if kept.has(path) or not isinstance(module, _QUANTIZED) or isinstance(parent, GatedMLP):
             continue
-        make = _of_mlp if isinstance(module, GatedMLP) else _of_linear
+        if isinstance(module, QuantizedMixtureOfExperts):
+            continue
+        make = next(make for kind, make in _MAKERS.items() if isinstance(module, kind))
         converted = make(path, module, kept, options)
         if converted is not None:
             places.append((parent, name, module, converted))
@@ -286,7 +285,7 @@ def quantize_weights(
     if not places:
         raise ValueError("model: got no Linear or GatedMLP outside skip, want at least one")
     done: dict[int, Any] = {}  # a shared module stays shared
-    for parent, name, module, convert in places:
+    for parent, name, module, convert in reversed(places):  # a module after the modules inside it
         if id(module) not in done:
             done[id(module)] = convert()
         setattr(parent, name, done[id(module)])
@@ -344,6 +343,17 @@ def _of_mlp(path: tuple[str, ...], mlp: GatedMLP, kept: _Skipped, options: dict[
     return lambda: QuantizedGatedMLP.from_mlp(mlp, quantize_down=down, **options)
 
 
+def _of_experts(
+    path: tuple[str, ...], experts: MixtureOfExperts, kept: _Skipped, options: dict[str, Any]
+) -> Callable[[], Any]:
+    """A function that makes the QuantizedMixtureOfExperts for a MixtureOfExperts. path, kept: not used."""
+    return lambda: QuantizedMixtureOfExperts(experts, **options)
+
+
+_MAKERS: dict[Any, Callable[..., Any]] = {GatedMLP: _of_mlp, MixtureOfExperts: _of_experts, nnx.Linear: _of_linear}
+_QUANTIZED = tuple(_MAKERS)
+
+
 def _modules(
     node: nnx.Module, path: tuple[str, ...], seen: set[int]
 ) -> Iterator[tuple[tuple[str, ...], Any, str, Any]]:
@@ -367,7 +377,7 @@ def _check_all_found(model: nnx.Module, found: Sequence[Any]) -> None:
     """
     known = {id(module) for *_, module in found}
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.Linear | GatedMLP) and id(module) not in known:
+        if isinstance(module, _QUANTIZED) and id(module) not in known:
             raise ValueError(f"model: got {'.'.join(map(str, path))} in a list or dict, want an nnx.List or nnx.Dict")
 
 

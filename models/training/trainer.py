@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.compilation import compile_kernels, compiler_options, paused_collections
 from jax_kernels.models.config import TransformerConfig, positive
+from jax_kernels.models.layers.delayed_scaling import AmaxHistory
 from jax_kernels.models.layers.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.layers.routing import balanced
 from jax_kernels.models.parallel.sharding import (
@@ -33,7 +34,7 @@ from jax_kernels.models.training.loss_scale import (
     scaled_gradient,
     select,
 )
-from jax_kernels.models.training.next_token import next_token_loss
+from jax_kernels.models.training.next_token import is_next_token_loss, next_token_loss
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
 from jax_kernels.models.training.trainer_checkpoints import TrainerCheckpoints
 from jax_kernels.models.training.trainer_checks import (
@@ -156,7 +157,9 @@ class Trainer(TrainerCheckpoints):
         """(the state after a step on this batch, the result of `train`)."""
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
         scaling = state.get("loss_scale")
-        total, (count, balance), gradients = self._gradients(state["params"], batch, key, scaling and scaling["scale"])
+        total, (count, (balance, histories)), gradients = self._gradients(
+            state["params"], batch, key, scaling and scaling["scale"]
+        )
         count = jnp.where(count > 0, count, 1)  # a batch without targets, such as all padding, has gradients of 0
         gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, state["params"])
         updates, moments = self.optimizer.update(gradients, state["optimizer"], state["params"])
@@ -172,6 +175,8 @@ class Trainer(TrainerCheckpoints):
             of_loss, routing = balance
             found |= {"balance_loss": of_loss / count, "largest_load": routing.largest_load.max()}
         self._set_biases(state["params"], after["params"], balance)
+        if histories:
+            after["params"] = nnx.merge_state(after["params"], histories)
         if scaling is None:
             return after, found
         is_finite = all_finite(gradients)
@@ -182,17 +187,19 @@ class Trainer(TrainerCheckpoints):
     def _gradients(
         self, params: Any, batch: Any, key: jax.Array, scale: jax.Array | None
     ) -> tuple[jax.Array, Any, Any]:
-        """(total, (count, others), the gradients of total with respect to params): total, count and others are the
-        results of `loss`.
+        """(total, (count, (others, histories)), the gradients of total with respect to params): total, count and others
+        are the results of `loss`, and histories the model's AmaxHistories after it.
 
         For next_token_loss total is the sum of the losses, and count the number of targets that count. The batch is cut
-        into `accumulate` parts, which run one after the other, and all results are summed over the parts. scale: of
+        into `accumulate` parts, which run one after the other, and all results are summed over the parts, but of the
+        histories the largest magnitudes are taken. scale: of
         each part's mean loss during its backward; None for the backward of the sum.
         """
 
         def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-            total, count, *others = self.loss(nnx.merge(self.graphdef, params), batch, key)
-            return total, (count, tuple(others))
+            model = nnx.merge(self.graphdef, params)
+            total, count, *others = self.loss(model, batch, key)
+            return total, (count, (tuple(others), nnx.state(model, AmaxHistory)))
 
         differentiate = jax.value_and_grad(loss, has_aux=True) if scale is None else scaled_gradient(loss, scale)
         if self.accumulate == 1:
@@ -208,16 +215,21 @@ class Trainer(TrainerCheckpoints):
 
         def one(sums: Any, given: Any) -> Any:
             part, index = given
-            (total, counted), gradients = differentiate(params, part, jax.random.fold_in(key, index))
-            return jax.tree.map(lambda x, y: x + y, sums, (total, counted, gradients)), None
+            (total, (count, (others, histories))), gradients = differentiate(
+                params, part, jax.random.fold_in(key, index)
+            )
+            *summed, largest = sums
+            summed = jax.tree.map(lambda x, y: x + y, summed, [total, count, others, gradients])
+            return [*summed, jax.tree.map(jnp.maximum, largest, histories)], None
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
         first = jax.eval_shape(loss, params, jax.tree.map(lambda x: parts(x)[0], batch), key)
-        start = (*jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first), zeros)
-        (total, counted, gradients), _ = jax.lax.scan(
+        total, (count, (others, histories)) = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+        start = [total, count, others, zeros, histories]
+        (total, count, others, gradients, histories), _ = jax.lax.scan(
             one, start, (jax.tree.map(parts, batch), jnp.arange(self.accumulate))
         )
-        return total, counted, gradients
+        return total, (count, (others, histories)), gradients
 
     def _set_biases(self, before: Any, after: Any, balance: Any) -> None:
         """Sets the expert_biases of the parameters `after` a step, in place: the optimizer has no part in them.
@@ -242,8 +254,8 @@ class Trainer(TrainerCheckpoints):
         {"balance_loss": the part of the loss that balances their load, "largest_load": of all experts of all blocks,
         over the mean of its block}.
 
-        Raises TypeError or ValueError if the loss is next_token_loss and the batch is not (tokens, targets) or (tokens,
-        targets, segment_ids), or has NumPy arrays with ids outside the vocabulary.
+        Raises TypeError or ValueError if the loss is next_token_loss and the batch does not have its form, or has NumPy
+        arrays with ids outside the vocabulary or weights below 0.
         """
         batch = self._on_auto_axes(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
@@ -261,7 +273,7 @@ class Trainer(TrainerCheckpoints):
 
         name: of the batch, for the error. With another loss nothing is checked.
         """
-        if self.loss is next_token_loss:
+        if is_next_token_loss(self.loss):
             check_batch(batch, self.config.vocab_size, name)
         return batch
 

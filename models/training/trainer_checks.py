@@ -21,24 +21,30 @@ __all__ = ["as_json", "check_batch", "check_fit", "checked_arguments", "checked_
 def check_batch(batch: Any, vocabulary: int, name: str) -> None:
     """Raises TypeError or ValueError unless a batch has the form that next_token_loss takes.
 
-    That is (tokens, targets) or (tokens, targets, segment_ids), integers [B, T]. The ids of NumPy arrays must be within
-    the vocabulary. vocabulary: the number of token ids. name: of the batch, for the error.
+    That is (tokens, targets), (tokens, targets, segment_ids) or (tokens, targets, segment_ids or None, weights):
+    integers [B, T], and floats [B, T]. The ids of NumPy arrays must be within the vocabulary, and their weights 0 or
+    more. vocabulary: the number of token ids. name: of the batch, for the error.
     """
-    want = "want (tokens, targets) or (tokens, targets, segment_ids), integers [batch, length]"
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+    want = "want (tokens, targets), with segment_ids, or with segment_ids and weights, arrays [batch, length]"
+    if not isinstance(batch, tuple | list) or not 2 <= len(batch) <= 4:
         got = f"{len(batch)} items" if isinstance(batch, tuple | list) else type(batch).__name__
         raise TypeError(f"{name}: got {got}, {want}")
-    for part, x in zip(("tokens", "targets", "segment_ids"), batch, strict=False):
-        if not hasattr(x, "dtype") or x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer):
+    for i, (part, x) in enumerate(zip(("tokens", "targets", "segment_ids", "weights"), batch, strict=False)):
+        if part == "segment_ids" and x is None and len(batch) == 4:
+            continue
+        kind, kinds = (jnp.floating, "floats") if part == "weights" else (jnp.integer, "integers")
+        if not hasattr(x, "dtype") or x.ndim != 2 or not jnp.issubdtype(x.dtype, kind):
             got = f"{x.dtype} {x.shape}" if hasattr(x, "dtype") else type(x).__name__
-            raise TypeError(f"{name}: got {got} for {part}, {want}")
+            raise TypeError(f"{name}: got {got} for item {i}, {part}, want {kinds} [batch, length]")
         if x.shape != batch[0].shape:
             raise ValueError(f"{name}: got {part} of shape {x.shape}, want tokens' {batch[0].shape}")
     # Reading JAX arrays would wait for the previous steps.
-    if all(isinstance(x, np.ndarray) for x in batch):
-        tokens, targets, *segment_ids = batch
-        checked_tokens(tokens, vocabulary, targets=targets, segment_ids=segment_ids[0] if segment_ids else None)
+    if all(x is None or isinstance(x, np.ndarray) for x in batch):
+        tokens, targets, segment_ids, weights = (*batch, None, None)[:4]
+        checked_tokens(tokens, vocabulary, targets=targets, segment_ids=segment_ids)
         check_targets(targets, vocabulary)
+        if weights is not None and not ((weights >= 0) & np.isfinite(weights)).all():
+            raise ValueError(f"{name}: got weights below 0 or not finite, want finite values of 0 or more")
 
 
 def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: Any, loss: Any, folder: Any) -> int:
@@ -125,8 +131,11 @@ _FREE_OF_EXPERTS = {"balance_loss", "exchange", "implementation"}
 
 
 def fields_of_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config that change the parameters or the forward. fields: the config's, as JSON."""
-    found = {name: x for name, x in fields.items() if name not in _FREE}
+    """The fields of a config that change the parameters or the forward. fields: the config's, as JSON.
+
+    A checkpoint that is older than a field has the field's default.
+    """
+    found = {"qk_norm": False, "fp8_scaling": "dynamic"} | {name: x for name, x in fields.items() if name not in _FREE}
     if experts := found.get("experts"):
         kept = {name: x for name, x in experts.items() if name not in _FREE_OF_EXPERTS}
         # The rate is the training's, but with one there is a parameter more.

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import train
 from harness.train_cases import TrainCase
@@ -41,6 +42,29 @@ def test_runs_on_a_mesh_after_another_run(tmp_path, run_script, monkeypatch):
     assert results["environment"]["platform"] == "cpu"
 
 
+@pytest.mark.slow
+def test_curves_of_contenders_are_comparable(tmp_path, run_script):
+    """Two names of one program have equal losses; 8 bits have near ones, and learn."""
+    words = (
+        "--curve 12 --batch 4 --seq-len 32 --layers 1 --width 16 --heads 2 --mlp 32 --vocabulary 256 --dtype float32"
+    )
+    names = "xla-products,xla-tokens-products,fp8-xla-products,fp8-delayed-xla-products"
+    path = tmp_path / "curve.json"
+    done = run_script("train.py", *words.split(), "--contenders", names, "--output", str(path), "--limit", "120")
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = json.loads(path.read_text())["rows"]
+    losses = {row["contender"]: np.array(row["losses"]) for row in rows}
+    want = losses.pop("xla-products")
+    assert want.shape == (12,)
+    assert want[-1] < want[0] - 0.3
+    np.testing.assert_allclose(losses["xla-tokens-products"], want, atol=1e-3)
+    for name in ("fp8-xla-products", "fp8-delayed-xla-products"):
+        np.testing.assert_allclose(losses[name], want, atol=0.1)
+        assert not np.array_equal(losses[name], want)
+    assert "held out" in done.stdout
+    assert all(0 < row["held_out_loss"] < 6 for row in rows)
+
+
 def test_step_flops_are_counted():
     """6 FLOPs for each weight and token; 12 for each pair that the mask keeps and each column of a head."""
     weights = 3 * (4 * 4 * 4 + 3 * 4 * 5) + 7 * 4
@@ -54,6 +78,8 @@ def test_bad_contenders_and_meshes():
     for changes, message in [
         ({"name": "some"}, "contenders: got 'some', want one of none, all, attention, products, llama, llama-remat"),
         ({"name": "fast-products"}, "contenders: got 'fast-products'"),
+        ({"name": "delayed-products"}, "contenders: got 'delayed-products', want fp8- with row-, block-, delayed-"),
+        ({"name": "llama", "curve": 3}, "curve: got 'llama' with a vocabulary of 7, want this library's contenders"),
         ({"mesh": "data"}, "meshes: got 'data', want axes such as data=2,sequence=2"),
         ({"name": "llama", "mesh": "data=2"}, "meshes: got 'data=2' for llama, want none"),
     ]:

@@ -145,7 +145,9 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=rf"^config\.{name}: got "):
             weights.transformer_fields(llama_config(**{name: value}))
-    with pytest.raises(ValueError, match=r"^names: got 'gpt', want 'bridge' or 'llama'"):
+    with pytest.raises(
+        ValueError, match=r"^names: got 'gpt', want 'bridge', 'llama', 'mixtral', 'qwen3' or 'qwen3_moe'"
+    ):
         weights.from_flax({}, names="gpt")
     with pytest.raises(ValueError, match=r"^parameters: got 'A', which a Llama lacks"):
         weights.from_flax({"A": np.zeros(3)}, names="llama")
@@ -174,7 +176,7 @@ def other_config(kind, **more):
 @pytest.mark.parametrize("kind", ["GraniteConfig", "HeliumConfig", "OlmoConfig", "Qwen2Config"])
 def test_unsupported_models(kind):
     config = other_config(kind)
-    with pytest.raises(ValueError, match=rf"^config\.model_type: got '{config.model_type}', want 'llama' or 'mistral'"):
+    with pytest.raises(ValueError, match=rf"^config\.model_type: got '{config.model_type}', want 'llama', 'mistral', "):
         weights.transformer_fields(config)
 
 
@@ -190,6 +192,72 @@ def test_mistral():
     assert weights.transformer_fields(config)["num_kv_heads"] == 2
     with pytest.raises(ValueError, match=r"^config\.sliding_window: got 8"):
         weights.transformer_fields(other_config("MistralConfig", sliding_window=8))
+
+
+FAMILIES = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "qwen3_moe, one dense layer": (
+        "Qwen3MoeConfig",
+        {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24, "mlp_only_layers": [0], "norm_topk_prob": True}
+        | {"num_experts_per_tok": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_to_flax_and_back(family):
+    """Logits and gradients of the embeddings equal transformers'; bridge.nn.Transformer's logits, too."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    kind, more = FAMILIES[family]
+    config = other_config(kind, num_hidden_layers=2, initializer_range=0.2, **more)
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    for parameter in theirs.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    fields = weights.transformer_fields(config)
+    own = models.Transformer(models.TransformerConfig(**fields), rngs=nnx.Rngs(1))
+    found = weights.to_flax(theirs)
+    assert jax.tree.structure(found) == jax.tree.structure(pure(own))
+    nnx.update(own, found)
+    tokens = torch.from_numpy(TOKENS)
+    embedded = theirs.get_input_embeddings()(tokens).detach().requires_grad_()
+    want = theirs(inputs_embeds=embedded).logits
+    cotangent = np.random.default_rng(1).standard_normal(want.shape).astype(np.float32)
+    want.backward(torch.from_numpy(cotangent))
+    embeddings = jnp.asarray(embedded.detach().numpy())
+    loss = nnx.jit(nnx.value_and_grad(lambda x, m: (((y := m(embeddings=x)) * cotangent).sum(), y), has_aux=True))
+    (_, logits), gradient = loss(embeddings, own)
+    np.testing.assert_allclose(logits, want.detach().numpy(), atol=1e-4 * np.abs(want.detach().numpy()).max())
+    of_theirs = embedded.grad.numpy()
+    np.testing.assert_allclose(gradient, of_theirs, atol=2e-4 * np.abs(of_theirs).max())
+
+    back = weights.from_flax(models.flat_parameters(own), names=family.partition(",")[0])
+    assert set(back) == set(theirs.state_dict())
+    assert all(torch.equal(back[name], x) for name, x in theirs.state_dict().items())
+    module = bridge.nn.Transformer(own.config)
+    module.load_flax_state(models.flat_parameters(own))
+    np.testing.assert_allclose(module(tokens).detach(), logits, atol=1e-4 * np.abs(logits).max())
+    assert jax.tree.structure(weights.to_flax(module)) == jax.tree.structure(pure(own))
+
+
+def test_names_of_another_family():
+    """A Llama has no experts and no norms of queries; GPT-OSS has sinks, biases and another gate."""
+    with pytest.raises(ValueError, match=r"^parameters: got 'layers\.0\.mlp\.router', which a Llama lacks"):
+        weights.from_flax({"layers.0.mlp.router": np.zeros((3, 2))}, names="llama")
+    with pytest.raises(ValueError, match=r"^parameters: got 'layers\.0\.attention\.q_norm\.weight', which a mixtral"):
+        weights.from_flax({"layers.0.attention.q_norm.scale": np.zeros(3)}, names="mixtral")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    with pytest.raises(ValueError, match=r"^config\.model_type: got 'gpt_oss', want 'llama', 'mistral'"):
+        weights.transformer_fields(transformers.GptOssConfig())
+    config = other_config("MixtralConfig", router_jitter_noise=0.1)
+    with pytest.raises(ValueError, match=r"^config\.router_jitter_noise: got 0\.1"):
+        weights.transformer_fields(config)
 
 
 @pytest.mark.parametrize(("name", "value"), [("logits_scaling", 2.0), ("attention_multiplier", 0.1)])

@@ -15,6 +15,7 @@ from jax_kernels.models import (
     GatedMLP,
     MixtureOfExperts,
     QuantizedGatedMLP,
+    QuantizedMixtureOfExperts,
     Trainer,
     Transformer,
     TransformerConfig,
@@ -212,14 +213,23 @@ def test_training_learns_and_a_checkpoint_restores_it(tmp_path):
     different.close()
 
 
-def test_low_bit_weights_leave_the_experts():
+def test_low_bit_weights_of_a_model():
+    """The shared experts too; the model's calls, decoding with a cache, and scanned blocks."""
     transformer = model({"shared_experts": 1})
-    experts, want = np.asarray(transformer.layers[0].mlp.up_proj[...]), transformer(TOKENS)
+    forward = nnx.jit(lambda model, tokens, cache=None: model(tokens, cache=cache))
+    want = forward(transformer, TOKENS)
     quantize_weights(transformer, "int8")
+    assert isinstance(transformer.layers[0].mlp, QuantizedMixtureOfExperts)
     assert isinstance(transformer.layers[0].mlp.shared, QuantizedGatedMLP)
-    np.testing.assert_array_equal(transformer.layers[0].mlp.up_proj[...], experts)
-    got = transformer(TOKENS)
+    got = forward(transformer, TOKENS)
     assert 0 < rms_error(np.asarray(got), np.asarray(want)) < 0.05
+    logits, cache = forward(transformer, TOKENS[:1, :-1], transformer.init_cache(1, 16))
+    last, _ = forward(transformer, TOKENS[:1, -1:], cache)
+    np.testing.assert_allclose(jnp.concatenate([logits, last], axis=1), got[:1], atol=1e-5)
+    scanned = quantize_weights(model({"shared_experts": 1}, scan_layers=True), "int8")
+    np.testing.assert_allclose(forward(scanned, TOKENS), got, atol=1e-5)
+    with pytest.raises(ValueError, match="model: got no Linear or GatedMLP outside skip"):
+        quantize_weights(transformer, "int4")
 
 
 def test_config_round_trip():

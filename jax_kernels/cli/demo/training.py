@@ -100,7 +100,7 @@ class Trainer:
 
     def _mean_loss(self, params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
         """The mean cross-entropy, in nats per byte, of inputs [B, T]; targets [B, T] are the bytes that follow them."""
-        return nnx.merge(self.graphdef, params).losses(inputs, targets).mean()
+        return nnx.merge(self.graphdef, params).losses(inputs, targets, reduction="mean")
 
     @functools.cached_property
     def _train(self) -> Any:

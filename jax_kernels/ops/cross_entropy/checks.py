@@ -16,7 +16,7 @@ from jax_kernels.ops.cross_entropy.implementations import LossRequest
 from jax_kernels.ops.cross_entropy.targets import check_targets, clipped, usable_targets
 from jax_kernels.plain_numbers import plain
 
-__all__ = ["CheckedLoss", "check"]
+__all__ = ["CheckedLoss", "check", "check_reduction", "checked_options", "request_of"]
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -39,15 +39,20 @@ def check(
     documents.
     """
     checks.check_flags(transpose_w=transpose_w)
-    checks.check_names(reduction=reduction, implementation=implementation)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: got {reduction!r}, want 'none', 'mean' or 'sum'")
-    options = _checked_options(transpose_w, softcap, label_smoothing, z_loss)
+    checks.check_names(implementation=implementation)
+    check_reduction(reduction)
+    options = checked_options(transpose_w, softcap, label_smoothing, z_loss)
     x, w = _checked_operands(x, w, transpose_w)
-    depth, vocabulary = w.shape[::-1] if transpose_w else w.shape
-    targets = _checked_targets(targets, x.shape[:-1], vocabulary, ignore_index)
+    targets = _checked_targets(targets, x.shape[:-1], w.shape[0 if transpose_w else 1], ignore_index)
     weights = None if weights is None else _checked_weights(weights, x.shape[:-1])
-    request = LossRequest(
+    request = request_of(x, w, reduction, transpose_w=transpose_w)
+    return request, CheckedLoss(x=x, w=w, targets=targets, weights=weights), options
+
+
+def request_of(x: Any, w: Any, reduction: str, *, transpose_w: bool) -> LossRequest:
+    """The request of a call with these checked arguments."""
+    depth, vocabulary = w.shape[::-1] if transpose_w else w.shape
+    return LossRequest(
         op="linear_cross_entropy",
         device=dispatch.target_device(x),
         tokens=math.prod(x.shape[:-1]),
@@ -57,10 +62,16 @@ def check(
         w_dtype=str(w.dtype),
         reduction=reduction,
     )
-    return request, CheckedLoss(x=x, w=w, targets=targets, weights=weights), options
 
 
-def _checked_options(transpose_w: bool, softcap: Any, label_smoothing: Any, z_loss: Any) -> LossOptions:
+def check_reduction(reduction: Any) -> None:
+    """Raises TypeError unless the reduction is a str, ValueError unless it is known."""
+    checks.check_names(reduction=reduction)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: got {reduction!r}, want 'none', 'mean' or 'sum'")
+
+
+def checked_options(transpose_w: bool, softcap: Any, label_smoothing: Any, z_loss: Any) -> LossOptions:
     """The LossOptions of these numbers. Raises TypeError or ValueError."""
     checks.check_softcap(softcap)
     for name, value in {"label_smoothing": label_smoothing, "z_loss": z_loss}.items():

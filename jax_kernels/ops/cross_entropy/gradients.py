@@ -14,9 +14,31 @@ from jax_kernels.ops.cross_entropy.partitioning import shared_gradients, shared_
 from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall
 from jax_kernels.reference import linear_cross_entropy as reference
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["planned_losses", "planned_sum"]
+__all__ = ["planned_losses", "planned_sum", "reduced"]
+
+
+def reduced(
+    call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array | None, reduction: str
+) -> jax.Array:
+    """The losses of a planned call, times the weights, and their sum or mean: float32 [...] or a scalar.
+
+    weights: [...], or None for 1. reduction: "none", "sum" or "mean". Other arguments are as in planned_losses.
+    """
+    # Inside shard_map the transpose of this cast sums the gradients of a replicated array over the devices.
+    given = x, w, targets, weights
+    axes = varying_axes(given)
+    x, w, targets, weights = as_varying(given, axes)
+    if reduction == "none":
+        losses = planned_losses(call, x, w, targets)
+        return losses if weights is None else losses * weights.astype(jnp.float32)
+    factors = jnp.float32(1) if weights is None else weights.astype(jnp.float32)
+    factors = jnp.where(targets >= 0, factors, 0)
+    if reduction == "mean":
+        factors = factors / jnp.where((factors != 0).any(), factors.sum(), 1)
+    return planned_sum(call, x, w, targets, as_varying(factors, axes))
 
 
 def planned_losses(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:

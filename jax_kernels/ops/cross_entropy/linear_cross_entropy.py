@@ -1,14 +1,12 @@
 """linear_cross_entropy: the loss of a language model's head, without the logits of all tokens."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.ops.cross_entropy.checks import check
-from jax_kernels.ops.cross_entropy.gradients import planned_losses, planned_sum
+from jax_kernels.ops.cross_entropy.gradients import reduced
 from jax_kernels.ops.cross_entropy.implementations import OP
 from jax_kernels.ops.sharding.explicit_axes import as_losses, with_explicit_axes
 from jax_kernels.plain_numbers import with_plain_numbers
-from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["linear_cross_entropy"]
@@ -90,18 +88,7 @@ def linear_cross_entropy(
         implementation=implementation,
     )
     call = OP.call(request, options, implementation)
-    # Inside shard_map the transpose of this cast sums the gradients of a replicated array over the devices.
-    given = arrays.x, arrays.w, arrays.targets, arrays.weights
-    axes = varying_axes(given)
-    x, w, targets, weights = as_varying(given, axes)
-    if reduction == "none":
-        losses = planned_losses(call, x, w, targets)
-        return losses if weights is None else losses * weights.astype(jnp.float32)
-    factors = jnp.float32(1) if weights is None else weights.astype(jnp.float32)
-    factors = jnp.where(targets >= 0, factors, 0)
-    if reduction == "mean":
-        factors = factors / jnp.where((factors != 0).any(), factors.sum(), 1)
-    return planned_sum(call, x, w, targets, as_varying(factors, axes))
+    return reduced(call, arrays.x, arrays.w, arrays.targets, arrays.weights, reduction)
 
 
 OP.explained_by(check)(linear_cross_entropy)

@@ -110,9 +110,30 @@ def test_bad_inputs_are_named():
         module(torch.ones(3, 5))
     with pytest.raises(ValueError, match="balance_bias: got False"):
         module.update_bias(torch.ones(EXPERTS))
-    config = models.TransformerConfig(8, 4, 1, 1, experts={"num_experts": 2})
-    with pytest.raises(ValueError, match="config: got experts, want None"):
-        bridge.nn.Transformer(config)
+    config = {"vocab_size": 8, "model_dim": 4, "num_layers": 1, "num_heads": 1}
+    for changes, message in (
+        (
+            {"experts": {"num_experts": 2}, "dtype": "bfloat16"},
+            "config: got experts with dtype='bfloat16', param_dtype=",
+        ),
+        ({"experts": {"number": 2}}, r"config: got unknown fields of experts: \['number'\]"),
+        ({"experts": {"experts_per_token": 2}}, "config: got experts without num_experts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bridge.nn.Transformer(config | changes)
+
+
+def test_transformer_with_experts_equals_flax():
+    """With shared experts, an expert bias, and experts in one of the blocks."""
+    experts = {"num_experts": 4, "layers": (1,), "shared_experts": 1, "bias_rate": 1e-3, "scores": "sigmoid"}
+    config = models.TransformerConfig(31, 16, 2, 2, experts=experts | {"mlp_dim": 12, "weight_scale": 2.0})
+    flax = models.Transformer(config, rngs=nnx.Rngs(0))
+    flax.layers[1].mlp.expert_bias[...] = jnp.array([0.5, -0.5, 0.0, 0.2])
+    module = bridge.nn.Transformer(config)
+    module.load_flax_state(models.flat_parameters(flax))
+    tokens = np.random.default_rng(0).integers(0, 31, (2, 9))
+    want = np.asarray(flax(jnp.asarray(tokens)))
+    np.testing.assert_allclose(module(torch.from_numpy(tokens)).detach().numpy(), want, atol=2e-5)
 
 
 def test_compiles_as_one_graph_and_copies():

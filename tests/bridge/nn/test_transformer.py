@@ -13,7 +13,7 @@ from tests.support.cases import tiers
 SHAPE = {"vocab_size": 61, "model_dim": 48, "num_layers": 2, "num_heads": 4}
 CONFIGS = {
     "tied": {},
-    "untied, grouped heads": {"num_kv_heads": 2, "tie_embeddings": False},
+    "untied, grouped heads": {"num_kv_heads": 2, "tie_embeddings": False, "logit_softcap": 1.5},
     "head_dim and theta of its own": {"num_kv_heads": 1, "head_dim": 10, "rope_theta": 500.0, "mlp_dim": 80},
     "remat": {"remat": True, "norm_eps": 1e-3},
     "dilated": {"segment_lengths": (32,), "dilation_rates": (2,), "layer_norm": True, "gamma": 1.5},
@@ -127,6 +127,7 @@ def test_errors():
         ({**SHAPE, "num_heads": 5}, "config: num_heads=5 must divide model_dim=48"),
         ({**SHAPE, "num_kv_heads": 3}, "config: num_kv_heads=3 must divide num_heads=4"),
         ({**SHAPE, "dtype": "int8"}, "config: got dtype='int8', want"),
+        ({**SHAPE, "logit_softcap": 0}, "config: got logit_softcap=0, want a positive number or None"),
         ({**SHAPE, "precision": "tf32"}, "config: got precision='tf32', want 'fp8' or None"),
         ({**SHAPE, "scaling": "row"}, "config: got scaling='row' with precision=None, want None, or"),
         ({**SHAPE, "precision": "fp8", "scaling": "rows"}, "config: got scaling='rows' with precision='fp8', want"),

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_kernels.models import Trainer, TransformerConfig, linear_cross_entropy, make_mesh, shard_batch
+from jax_kernels.models import ShardingRules, Trainer, TransformerConfig, linear_cross_entropy, make_mesh, shard_batch
 from jax_kernels.testing import rms_error
 from tests.support.processes import cpu_devices
 
@@ -67,6 +67,42 @@ def losses_of(outer, spec):
     return {"collectives": cpu_devices.collectives_of(compiled.as_text()), "error": max(errors)}
 
 
+def reduced_on(axes):
+    """The collectives of a sum with its gradients over 4 tiles of tokens and of its loop, and the largest error."""
+    random = np.random.default_rng(0)
+    x, w = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((BATCH, TOKENS, DIM), (96, DIM)))
+    targets = jnp.asarray(random.integers(-1, 96, (BATCH, TOKENS)), jnp.int32)
+    weights = jnp.asarray(random.random((BATCH, TOKENS)), jnp.float32)
+    options = {"transpose_w": True, "softcap": 20.0, "z_loss": 1e-2, "label_smoothing": 0.1}
+    wanted = jax.value_and_grad(
+        lambda x, w, t, c: (c * linear_cross_entropy(x, w, t, **options)).sum(), (0, 1)
+    )(x, w, targets, weights)  # fmt: skip
+    mesh, rules = make_mesh(axes), ShardingRules()
+    place = lambda y, *names: jax.device_put(y, jax.NamedSharding(mesh, rules.spec(names, y.shape, mesh)))
+    tokens = "batch", "tokens"
+    given = place(x, *tokens), place(w, "vocab", "embed"), place(targets, *tokens), place(weights, *tokens)
+    total = lambda x, w, t, c: linear_cross_entropy(x, w, t, weights=c, reduction="sum", chunk=24, **options)
+    with jax.set_mesh(mesh):
+        shardings = None, (given[0].sharding, given[1].sharding)
+        compiled = jax.jit(jax.value_and_grad(total, (0, 1)), out_shardings=shardings).lower(*given).compile()
+    errors = [
+        rms_error(np.asarray(g), np.asarray(w))
+        for g, w in zip(jax.tree.leaves(compiled(*given)), jax.tree.leaves(wanted), strict=True)
+    ]
+    text = compiled.as_text()
+    loops = [part for part in text.split("\n\n") if "while/body" in part.split("\n")[0] or "region" in part[:40]]
+    return {
+        "collectives": cpu_devices.collectives_of(text),
+        "in loops": cpu_devices.collectives_of("\n".join(loops)),
+        "error": max(errors),
+    }
+
+
+REDUCED = {
+    "sum on tokens": {"data": 2, "sequence": 2},
+    "sum on vocabulary": {"data": 2, "tensor": 2},
+    "sum on all": {"fsdp": 2, "sequence": 2, "tensor": 2},
+}
 LOSSES = {
     "2 axes": ((16,), jax.P(("d", "t"))),
     "3 axes": ((4, 16), jax.P("d", "t")),
@@ -84,6 +120,18 @@ def test_loss_gathers_no_activation():
 
 
 @pytest.mark.timeout(240)
+def test_reduced_loss_adds_the_gradients_once():
+    for name, found in cpu_devices.results_of(__file__, list(REDUCED)).items():
+        assert found["error"] < 1e-5, (name, found)
+        shapes = [shape for _, *shape in found["collectives"]]
+        assert not [shape for shape in shapes if shape[-1:] and shape[-1] > DIM], (name, "exchanges logits")
+        of_w = [shape for collective, *shape in found["collectives"] if len(shape) == 2 and shape[1] == DIM]
+        assert of_w, (name, "adds no gradients of w")
+        assert not [shape for _, *shape in found["in loops"] if shape in of_w], (name, "adds them in the loop")
+        assert found["in loops"] or "tokens" in name
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", [["tokens", "parameters"], pytest.param(["all"], marks=pytest.mark.slow)])
 def test_step_gathers_no_activation(names):
     done = cpu_devices.done_by(__file__, *names, limit=220, TF_CPP_MIN_LOG_LEVEL="0")
@@ -97,7 +145,9 @@ def test_step_gathers_no_activation(names):
 
 if __name__ == "__main__":
     names = sys.argv[1:]
-    if set(names) <= set(LOSSES):
+    if set(names) <= set(REDUCED):
+        print(json.dumps({name: reduced_on(REDUCED[name]) for name in names}))
+    elif set(names) <= set(LOSSES):
         print(json.dumps({name: losses_of(*LOSSES[name]) for name in names}))
     else:
         print(json.dumps({name: one_step(MESHES.get(name)) for name in (*names, "one device")}))

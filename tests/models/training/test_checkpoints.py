@@ -113,7 +113,8 @@ def test_digest_depends_on_bits_and_order(dtype):
 OTHER_MODELS = {
     "vocab_size": 65, "model_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 1, "head_dim": 4, "mlp_dim": 48,
     "rope_theta": 500.0, "norm_eps": 1e-5, "tie_embeddings": False, "param_dtype": "bfloat16", "precision": "fp8",
-    "scaling": "row", "experts": ExpertsConfig(num_experts=2),
+    "scaling": "row", "experts": ExpertsConfig(num_experts=2), "logit_softcap": 30.0, "qk_norm": True,
+    "fp8_scaling": "delayed", "amax_history_length": 4,
 }  # fmt: skip
 # Another value of every field of ExpertsConfig(num_experts=4, bias_rate=0.1).
 OTHER_EXPERTS = {

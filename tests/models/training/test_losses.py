@@ -44,6 +44,55 @@ def test_against_float64(chunk, transpose_w):
         np.testing.assert_allclose(got, want, atol=3e-6)
 
 
+OPTIONS = {"plain": {}, "all": {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 1e-2}}
+
+
+def plain_loss(x, w, targets, weights, reduction, softcap=None, label_smoothing=0.0, z_loss=0.0):
+    """The reduced loss by the definition in linear_cross_entropy's docstring, from whole logits."""
+    logits = jnp.matmul(x, w, precision="highest")
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    losses = lse - (1 - label_smoothing) * chosen - label_smoothing * logits.mean(-1) + z_loss * lse**2
+    weights = jnp.where(targets >= 0, weights, 0)
+    total = (weights * losses).sum()
+    return total / weights.sum() if reduction == "mean" else total
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunk", [5, None])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reductions_equal_the_definition(reduction, chunk, options):
+    """Values and gradients of x, w and the weights; and the gradients of "none" are near."""
+    x, w, targets, weights = arrays()
+    call = lambda x, w, weights: linear_cross_entropy(
+        x, w.T, targets, weights=weights, reduction=reduction, transpose_w=True, chunk=chunk, **OPTIONS[options]
+    )
+    plain = lambda x, w, weights: plain_loss(x, w, targets, weights, reduction, **OPTIONS[options])
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, w, jnp.abs(weights)) for f in (call, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=4e-6, rtol=2e-6), got, want)
+
+
+def test_of_no_token_the_sum_and_the_mean_are_zero():
+    x, w, targets, _ = arrays()
+    for reduction in ("sum", "mean"):
+        loss = lambda x: linear_cross_entropy(x, w, jnp.full_like(targets, -100), reduction=reduction)  # noqa: B023
+        value, gradient = jax.value_and_grad(loss)(x)
+        assert value == 0
+        assert not np.asarray(gradient).any()
+
+
+def test_a_reduction_has_three_matmuls_and_no_full_logits():
+    x, w, targets, _ = arrays()
+    counts = {}
+    for reduction in ("none", "sum"):
+        loss = lambda x, w: linear_cross_entropy(x, w, targets, chunk=10, reduction=reduction).sum()  # noqa: B023
+        program = str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(x, w))
+        counts[reduction] = program.count("dot_general")
+        assert f"f32[{BATCH},{LENGTH},{VOCABULARY}]" not in program
+    assert counts == {"none": 4, "sum": 3}
+
+
 def test_bfloat16_is_as_exact_as_a_plain_evaluation():
     x, w, targets, cotangent = arrays(jnp.bfloat16)
 
@@ -132,5 +181,13 @@ def test_bad_arguments_are_named():
     ]:
         with pytest.raises(error, match=message):
             linear_cross_entropy(*arguments)
+    for options, error, message in [
+        ({"reduction": "avg"}, ValueError, "reduction: got 'avg', want 'none', 'mean' or 'sum'"),
+        ({"weights": targets}, TypeError, "weights: got dtype int32, want floats"),
+        ({"weights": x[:, :, 0].T}, ValueError, r"weights: got shape \(7, 2\), want x's \(2, 7\)"),
+        ({"z_loss": -1.0}, ValueError, r"z_loss: got -1\.0, want a number of 0 or more"),
+    ]:
+        with pytest.raises(error, match=message):
+            linear_cross_entropy(x, w, targets, **options)
     with pytest.raises(ValueError, match="chunk: got 0, want a positive int"):
         linear_cross_entropy(x, w, targets, chunk=0)

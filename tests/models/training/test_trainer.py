@@ -253,7 +253,8 @@ def test_largest_seed_is_accepted():
 
 def test_wrong_batches_are_named():
     trainer, good = Trainer(CONFIG, optax.sgd(0.1)), np.zeros((2, 4), np.int32)
-    pairs = "want .tokens, targets. or .tokens, targets, segment_ids., integers .batch, length."
+    pairs = "want .tokens, targets., with segment_ids, or with segment_ids and weights, arrays .batch, length."
+    one = np.ones((2, 4), np.float32)
     for call, error, message in [
         (lambda: trainer.fit([1, 2, 3], 2), TypeError, rf"batches\[0\]: got int, {pairs}"),
         (lambda: trainer.fit([(good,)], 1), TypeError, rf"batches\[0\]: got 1 items, {pairs}"),
@@ -268,8 +269,19 @@ def test_wrong_batches_are_named():
         (lambda: trainer.fit(batches(), 1, on_step=3), TypeError, "on_step: got 3, want a function of .step, found."),
         (lambda: trainer.fit(batches(), 1, save_every=1), ValueError, "folder: got None, want a folder for check"),
         (lambda: trainer.train(good), TypeError, f"batch: got ndarray, {pairs}"),
-        (lambda: trainer.train((good, good * 1.0)), TypeError, r"batch: got float64 \(2, 4\) for targets, want"),
-        (lambda: trainer.train((good, [[1]])), TypeError, "batch: got list for targets, want"),
+        (
+            lambda: trainer.train((good, good * 1.0)),
+            TypeError,
+            r"batch: got float64 \(2, 4\) for item 1, targets, want",
+        ),
+        (lambda: trainer.train((good, good, None)), TypeError, "batch: got NoneType for item 2, segment_ids, want int"),
+        (
+            lambda: trainer.train((good, good, good, good)),
+            TypeError,
+            "batch: got int32 .* for item 3, weights, want fl",
+        ),
+        (lambda: trainer.train((good, good, None, -one)), ValueError, "batch: got weights below 0 or not finite"),
+        (lambda: trainer.train((good, [[1]])), TypeError, "batch: got list for item 1, targets, want"),
         (lambda: trainer.train((good, good[:1])), ValueError, r"batch: got targets of shape \(1, 4\), want tokens'"),
         (lambda: trainer.train((good + 64, good)), ValueError, "tokens: got ids from 64 to 64, want 0 to 63"),
         (lambda: trainer.evaluate((good, good + 64)), ValueError, "targets: got ids up to 64, want 0 to 63"),
