@@ -17,7 +17,7 @@ else
 CUDA := ,cuda
 endif
 
-.PHONY: demo docs test test-all test-gpu test-sanitizer test-without-triton lint newest oldest release clean
+.PHONY: demo docs test test-all test-gpu test-sanitizer test-without-triton report lint newest oldest release clean
 
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
@@ -65,6 +65,11 @@ lint: .venv/.dev
 # The site, in site/. A dead link, a missing name or a page outside of the navigation fails.
 docs: .venv/.dev
 	PYTHONPATH=. JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The README's table and picture, from the results in benchmarks/results/.
+report: .venv/.dev
+	PYTHONPATH=. $(BIN)/python benchmarks/readme_table.py
+	PYTHONPATH=. $(BIN)/python benchmarks/picture.py
 
 # The sdist and the wheel of HEAD, in dist/, built reproducibly and checked in a fresh environment. Nothing is uploaded.
 release: .venv/.dev
