@@ -17,7 +17,7 @@ else
 CUDA := ,cuda
 endif
 
-.PHONY: demo docs test test-all test-gpu test-sanitizer test-without-triton lint newest oldest release clean
+.PHONY: demo docs test test-all test-unit test-stress test-gpu test-sanitizer test-without-triton report lint newest oldest release clean
 
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
@@ -43,6 +43,14 @@ test-all: .venv/.dev lint docs
 	$(PYTEST) $(ARGS) $(THIRD)
 	$(MAKE) newest oldest
 
+# One case of each op, in less than a minute.
+test-unit: .venv/.dev
+	$(PYTEST) -q -m unit $(ARGS) tests/test_one_case.py
+
+# Random calls of all ops against float64. ARGS="--minutes 60 --output FILE" runs an hour; on a GPU, with its kernels.
+test-stress: .venv/.dev
+	PYTHONPATH=. $(BIN)/python tests/tools/stress.py $(if $(GPU),,--workers 2) $(ARGS)
+
 test-gpu: .venv/.dev
 	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(BIN)/python -m pytest -m "gpu and not alone" -n 12 --dist=loadgroup $(ARGS)
 	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(BIN)/python -m pytest -m "gpu and alone" $(ARGS)
@@ -65,6 +73,11 @@ lint: .venv/.dev
 # The site, in site/. A dead link, a missing name or a page outside of the navigation fails.
 docs: .venv/.dev
 	PYTHONPATH=. JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The README's table and picture, from the results in benchmarks/results/.
+report: .venv/.dev
+	PYTHONPATH=. $(BIN)/python benchmarks/readme_table.py
+	PYTHONPATH=. $(BIN)/python benchmarks/picture.py
 
 # The sdist and the wheel of HEAD, in dist/, built reproducibly and checked in a fresh environment. Nothing is uploaded.
 release: .venv/.dev

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kernels.spelling import add_hint
+
 __all__ = [
     "ATTENTION",
     "DILATED",
@@ -72,13 +74,18 @@ def plain_options(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, 
 def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[Function], Function]:
     """Returns a decorator: the keyword arguments of these names reach the function as Python's numbers.
 
-    `explain` converts them likewise. NumPy scalars and known arrays without axes are converted.
+    `explain` converts them likewise. NumPy scalars and known arrays without axes are converted. The TypeError for an
+    unknown argument gets a hint: see spelling.add_hint.
     """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **plain_options(names, kwargs))
+            try:
+                return function(*args, **plain_options(names, kwargs))
+            except TypeError as error:
+                add_hint(error, function)
+                raise
 
         run.plain_numbers = names  # type: ignore[attr-defined]
         return cast(Function, run)

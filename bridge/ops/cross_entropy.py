@@ -6,6 +6,7 @@ from jax_kernels.bridge.interop import dtensors
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.ops.cross_entropy import linear_cross_entropy as ops
+from jax_kernels.spelling import with_name_hints
 
 __all__ = ["linear_cross_entropy"]
 
@@ -13,6 +14,7 @@ _linear_cross_entropy = JaxOp(ops.linear_cross_entropy, is_opaque=True)
 _INT32 = torch.iinfo(torch.int32)
 
 
+@with_name_hints
 def linear_cross_entropy(
     x: torch.Tensor,
     w: torch.Tensor,

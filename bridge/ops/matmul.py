@@ -21,6 +21,7 @@ from jax_kernels.ops.grouped import grouped_matmul as grouped_ops
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
 from jax_kernels.quantization import check_scaling
+from jax_kernels.spelling import with_name_hints
 
 __all__ = ["MatmulOptions", "check_scaling_option", "gated_matmul", "grouped_matmul", "linear", "matmul", "mlp"]
 
@@ -35,6 +36,7 @@ _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
+@with_name_hints
 def matmul(
     x: torch.Tensor,
     w: Weights,
@@ -122,6 +124,7 @@ def matmul(
     )
 
 
+@with_name_hints
 def gated_matmul(
     x: torch.Tensor,
     w_gate: Weights,
@@ -184,6 +187,7 @@ def gated_matmul(
     )
 
 
+@with_name_hints
 def mlp(
     x: torch.Tensor,
     w_up: torch.Tensor,
@@ -243,6 +247,7 @@ def mlp(
     return out if wide is None else wide + out
 
 
+@with_name_hints
 def grouped_matmul(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -385,6 +390,7 @@ class MatmulOptions(TypedDict, total=False):
     implementation: str | None
 
 
+@with_name_hints
 def linear(
     x: torch.Tensor, weight: Weights, bias: torch.Tensor | None = None, **arguments: Unpack[MatmulOptions]
 ) -> torch.Tensor:

@@ -15,6 +15,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tens
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.ops.normalization import normalization
 from jax_kernels.quantization import FORMATS
+from jax_kernels.spelling import with_name_hints
 
 __all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
 
@@ -82,6 +83,7 @@ def layer_norm(
     quantize: str | None = ...,
     implementation: str | None = ...,
 ) -> Outputs: ...
+@with_name_hints
 def layer_norm(
     x: torch.Tensor,
     scale: torch.Tensor | None = None,
@@ -169,6 +171,7 @@ def rms_norm(
     quantize: str | None = ...,
     implementation: str | None = ...,
 ) -> Outputs: ...
+@with_name_hints
 def rms_norm(
     x: torch.Tensor,
     scale: torch.Tensor | None = None,

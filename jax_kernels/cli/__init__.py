@@ -2,9 +2,10 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Collection
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 __all__ = ["UserError", "WriteError", "main"]
 
@@ -41,6 +42,17 @@ COMMANDS = {
     "tune": "Time the implementations and blocks of calls on this machine, and keep the fastest for later calls.",
 }
 
+# The commands that need the flax extra: (module, function, the first words of its line of help). They are imported when
+# they run.
+FLAX_COMMANDS = {
+    "demo": ("demo", "demo", "Train a small transformer on real text"),
+    "train": ("train", "train", "Train a transformer on text, on the devices of a mesh, on one host or several"),
+    "generate": ("trained.generate", "generate", "Continue a text with a model that train trained"),
+    "eval": ("trained.evaluate", "evaluate", "Measure the loss and the perplexity of a trained model on a text"),
+}
+# Shells set it while they complete a command line; click reads it.
+_COMPLETE = "_JAX_KERNELS_COMPLETE"
+
 
 def _load(app: Any, name: str) -> None:
     """Imports the module of a command and adds the command to the app. name: a key of COMMANDS, and the module's name.
@@ -65,7 +77,7 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
     """The typer app with all commands.
 
     loaded: the commands of COMMANDS whose modules are imported. Each other command of COMMANDS gets its line of help
-    and does nothing when it runs. The modules of demo and train are imported when these commands run.
+    and does nothing when it runs. The modules of FLAX_COMMANDS are imported when these commands run.
     """
     import typer
 
@@ -73,20 +85,36 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
         name="jax-kernels",
         help="Attention and matmul kernels in JAX Pallas: show the kernels that this machine can run, and check them.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
+
+    def show_version(is_asked: bool) -> None:
+        if is_asked:
+            from jax_kernels import __version__
+
+            print(f"jax-kernels {__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def options(
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+        ] = False,
+    ) -> None:
+        pass
+
     for name, text in COMMANDS.items():
         if name in loaded:
             _load(app, name)
         else:
             app.command(name, help=text)(lambda: None)
 
-    def later(name: str, text: str) -> None:
-        """Adds a command whose module is imported only when the command runs, because it needs the flax extra.
-
-        name: of the command, the module and its function. text: a line of help.
-        """
+    def later(name: str, module: str, function: str, text: str) -> None:
+        """Adds a command of FLAX_COMMANDS, whose module is imported only when the command runs."""
+        target = lambda: getattr(importlib.import_module(f"jax_kernels.cli.{module}"), function)
+        if _COMPLETE in os.environ and name in loaded:
+            app.command(name)(target())
+            return
 
         @app.command(
             name,
@@ -96,12 +124,17 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
         )
         def run(context: typer.Context) -> Any:
             command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            command.command()(getattr(importlib.import_module(f"jax_kernels.cli.{name}"), name))
+            command.command()(target())
             return command(context.args, prog_name=f"jax-kernels {name}", standalone_mode=False)
 
-    later("demo", "Train a small transformer on real text")
-    later("train", "Train a transformer on text, on the devices of a mesh, on one host or several")
+    for name, entry in FLAX_COMMANDS.items():
+        later(name, *entry)
     return app
+
+
+def _words_to_complete() -> list[str]:
+    """The words of the command line that a shell completes; bash and zsh put them into different variables."""
+    return (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")).split()
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
@@ -133,7 +166,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """
     try:
         words = sys.argv[1:] if arguments is None else arguments
-        sys.exit(_app(words)(arguments, prog_name="jax-kernels", standalone_mode=False))
+        sys.exit(
+            _app(_words_to_complete() if _COMPLETE in os.environ else words)(
+                arguments, prog_name="jax-kernels", standalone_mode=False
+            )
+        )
     except UserError as error:
         _fail(str(error))
     except WriteError as error:

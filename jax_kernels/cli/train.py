@@ -17,7 +17,7 @@ MESH_AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
 CHOICES = {
     "--attention": ("dense", "dilated"),
     "--documents": ("none", "files"),
-    "--dtype": ("bfloat16", "float32"),
+    "--dtype": ("bfloat16", "float16", "float32"),
     "--remat": ("none", "all", "attention", "products"),
     "--sequence-strategy": ("auto", "ring", "halo", "all_to_all", "all_gather"),
 }
@@ -78,7 +78,9 @@ def train(
     heads: Annotated[int, Positive] = 6,
     kv_heads: Annotated[int | None, typer.Option(min=1, show_default="the value of --heads")] = None,
     attention: Annotated[str, typer.Option(help="dense; or dilated, for a LongNet.")] = "dense",
-    dtype: Annotated[str, typer.Option(help="For matmuls: bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="For matmuls: bfloat16, float16 or float32. float16 scales the loss.")
+    ] = "bfloat16",
     remat: Annotated[
         str, typer.Option(help="Rematerialise in the backward: none, all, or all except attention or products.")
     ] = "products",
@@ -87,7 +89,7 @@ def train(
     ] = "auto",
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 6e-4,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the checkpoints and of train.json.")] = Path("runs/train"),
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoints, train.json and loss.png.")] = Path("runs/train"),
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     implementation: Annotated[str | None, typer.Option(help="For attention.", show_default="the fastest")] = None,
     coordinator: Annotated[str | None, typer.Option(help="host:port of process 0, for several processes.")] = None,

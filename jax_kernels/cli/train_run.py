@@ -4,7 +4,6 @@ import json
 import math
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from jax_kernels.cli import UserError
 from jax_kernels.cli.demo.data import standard_library_files
 from jax_kernels.cli.demo.training import make_optimizer
 from jax_kernels.cli.train_processes import check_agreement
+from jax_kernels.cli.train_progress import Report, plot_losses, progress
 from jax_kernels.files import write_whole
 from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_documents
 from jax_kernels.models.parallel.distributed import initialize_distributed
@@ -24,8 +24,6 @@ from jax_kernels.models.training.folder_lock import FolderLock
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
 
 __all__ = ["as_user_error", "in_options", "run"]
-
-MESSAGE_SECONDS = 5.0
 
 
 def as_user_error(error: Exception) -> Exception:
@@ -93,23 +91,29 @@ def run(
             say(f"goes on from step {begun}", flush=True)
         say(f"{mesh.size} devices, {jax.process_count()} processes, mesh {dict(mesh.shape)}", flush=True)
         with stop_asked() as asked:
-            is_whole = train(trainer, batches, losses, kept, say, asked)
+            tokens = settings["batch_size"] * settings["seq_len"]
+            with progress(begun, settings["steps"], tokens, is_shown=is_first) as report:
+                is_whole = train(trainer, batches, losses, kept, report, asked)
         if not is_whole:
             say(f"SIGTERM: saved step {trainer.step} in {folder}; the same command goes on from there", flush=True)
             sys.exit(STOPPED)
         if begun == settings["steps"]:
             say(f"nothing to train: the run in {out} has had its {begun} steps", flush=True)
+        skipped = sum(loss is None for loss in losses)
+        if skipped:
+            say(f"skipped {skipped} of {len(losses)} steps, whose gradients were not finite in float16", flush=True)
         record = {"settings": kept, "mesh": dict(mesh.shape), "processes": jax.process_count(), "losses": losses}
         if is_first and (begun < settings["steps"] or not has_record(out / "train.json", losses)):
             write_record(out / "train.json", record, trainer)
-            say(f"wrote {out / 'train.json'}, and the checkpoint of step {trainer.step} to {folder}", flush=True)
+            told = f"{out / 'train.json'}, {out / 'loss.png'}"
+            say(f"wrote {told}, and the checkpoint of step {trainer.step} to {folder}", flush=True)
         elif is_first:
             say(f"{out / 'train.json'} has its losses, {folder} the checkpoint of step {trainer.step}", flush=True)
     finally:
         trainer.close()
 
 
-def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float]:
+def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float | None]:
     """Restores the trainer's newest checkpoint, and returns the losses of the steps before it, one for each step.
 
     Without a checkpoint, it returns [] and the trainer is unchanged. kept: the settings of this run. Raises ValueError
@@ -125,7 +129,7 @@ def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float]:
     return losses
 
 
-def has_record(path: Path, losses: list[float]) -> bool:
+def has_record(path: Path, losses: list[float | None]) -> bool:
     """Whether the train.json at `path` can be read and has these losses."""
     try:
         return json.loads(path.read_text())["losses"] == losses
@@ -134,9 +138,13 @@ def has_record(path: Path, losses: list[float]) -> bool:
 
 
 def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
-    """Writes `record` as JSON to `path`, train.json. Raises NotWritten, which names the newest checkpoint."""
+    """Writes `record` as JSON to `path`, train.json, and a plot of its losses to loss.png in the same folder.
+
+    Raises NotWritten, which names the newest checkpoint.
+    """
     try:
         write_whole(path, json.dumps(record, indent=1))
+        plot_losses(path.with_name("loss.png"), record["losses"])
     except OSError as error:
         newest = f"the newest checkpoint is of step {trainer.latest}"
         raise NotWritten(f"folder: {path} cannot be written ({reason(error)}); {newest}") from error
@@ -187,28 +195,25 @@ _OPTIONS = {"num_layers": "layers", "model_dim": "width", "num_heads": "heads", 
 
 
 def train(
-    trainer: Trainer, batches: TokenBatches, losses: list[float], kept: dict[str, Any], say: Any,
+    trainer: Trainer, batches: TokenBatches, losses: list[float | None], kept: dict[str, Any], report: Report,
     asked: Callable[[int], bool],
 ) -> bool:  # fmt: skip
-    """Runs the remaining steps, with messages, and saves. Returns True if all steps ran, False if `asked` ended the
-    run.
+    """Runs the remaining steps and saves. Returns True if all steps ran, False if `asked` ended the run.
 
-    losses: the losses so far, to which each step's is added. kept: the settings, for the checkpoint. say: prints a
-    message. asked(step): whether to end after this step, once it is saved.
+    losses: the losses so far, to which each step's is added; None for a step that float16 skipped. kept: the settings,
+    for the checkpoint. report(step, loss): called after each step. asked(step): whether to end after this step, once it
+    is saved.
     """
-    steps, tokens = kept["steps"], kept["batch_size"] * kept["seq_len"]
-    last, since = time.monotonic(), trainer.step
+    steps = kept["steps"]
     while trainer.step < steps:
         batch = batches[trainer.step]
         found = trainer.train(batch)
-        losses.append(float(found["loss"]))
-        check_finite(trainer, losses[-1], float(found["gradient_norm"]))
-        is_last, now = trainer.step == steps, time.monotonic()
-        if now - last > MESSAGE_SECONDS or is_last or len(losses) == 1:
-            rate = (trainer.step - since) * tokens / (now - last)
-            bits = losses[-1] / math.log(2)
-            say(f"step {trainer.step}: {bits:.4f} bits a byte, {rate:,.0f} tokens/s", flush=True)
-            last, since = now, trainer.step
+        is_skipped, loss = bool(found.get("is_skipped", False)), float(found["loss"])
+        losses.append(None if is_skipped else loss)
+        if not is_skipped:
+            check_finite(trainer, loss, float(found["gradient_norm"]))
+        report(trainer.step, loss)
+        is_last = trainer.step == steps
         is_stopped = asked(trainer.step) and not is_last
         if trainer.step % kept["save_every"] == 0 or is_last or is_stopped:
             check_parameters(trainer, batch)
@@ -229,11 +234,13 @@ def check_finite(trainer: Trainer, loss: float, gradient_norm: float) -> None:
 
 def check_parameters(trainer: Trainer, batch: Any) -> None:
     """Ends the process with the status 1, without a checkpoint, unless the parameters and their loss on `batch` are
-    finite.
+    finite, and with float16 some loss scale gives finite gradients.
     """
     try:
         trainer.check_finite()
-    except FloatingPointError:
+    except FloatingPointError as error:
+        if "loss scale" in str(error):
+            end_unsaved(trainer, "no finite gradient in float16 at any loss scale, want one")
         end_unsaved(trainer, "parameters that are not finite, or too large to be squared, want finite values")
     loss = trainer.evaluate(batch)
     if not math.isfinite(loss):

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Choice, Implementation, Order, Plan, Request
+from jax_kernels.spelling import add_hint
 from jax_kernels.tracing.derivatives import NO_SECOND, without_derivative
 
 __all__ = [
@@ -258,7 +259,9 @@ def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: An
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{op} {error}") from None
+        told = TypeError(f"{op} {error}")
+        add_hint(told, function)
+        raise told from None
     bound.apply_defaults()
     return dict(bound.arguments)
 

@@ -16,7 +16,7 @@ from jax_kernels.dispatch import Plan, explain, reason_against
 from jax_kernels.tuning import timers
 from jax_kernels.tuning.timers import Program, Timer, milliseconds
 
-__all__ = ["ImplementationTime", "benchmark_implementations"]
+__all__ = ["ImplementationTime", "benchmark_implementations", "read_in_turns"]
 
 _ROUNDS = 5
 _NAMES = ("mosaic_gpu", "triton", "cudnn", "xla")
@@ -40,7 +40,9 @@ class ImplementationTime:
     reason: str | None = None
 
     @classmethod
-    def of(cls, implementation: str, plan: Plan, *, readings: Sequence[float], timer: str) -> "ImplementationTime":
+    def of(
+        cls, implementation: str, plan: Plan | None, *, readings: Sequence[float], timer: str
+    ) -> "ImplementationTime":
         """The time from two readings or more, in ms of a call."""
         low, ms, high = statistics.quantiles(readings, n=4, method="inclusive")
         return cls(implementation=implementation, plan=plan, ms=ms, spread=(high - low) / ms, timer=timer)
@@ -93,7 +95,7 @@ def benchmark_implementations(
             first_line = str(error).strip().partition("\n")[0]
             reason = reason_against(error) if plan is None else f"{type(error).__name__}: {first_line}"
             refused.append(ImplementationTime(implementation=name, plan=plan, reason=reason))
-    readings = _readings(programs, timer, seconds)
+    readings = read_in_turns(programs, timer, seconds)
     timed = [ImplementationTime.of(name, plans[name], readings=x, timer=timer.name) for name, x in readings.items()]
     return sorted(timed, key=lambda x: x.ms or 0.0) + refused
 
@@ -168,7 +170,7 @@ def _built(
     return Program(implementation=name, config=None, direction=direction, call=lambda: jitted(arrays))
 
 
-def _readings(programs: dict[str, Program], timer: Timer, seconds: float) -> dict[str, list[float]]:
+def read_in_turns(programs: dict[str, Program], timer: Timer, seconds: float) -> dict[str, list[float]]:
     """By name, the ms of a call of each program, in rounds in which the programs take turns."""
     found: dict[str, list[float]] = {name: [] for name in programs}
     once = {}

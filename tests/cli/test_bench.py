@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from jax_kernels import cli, dispatch
-from jax_kernels.cli import bench, bench_sizes
+from jax_kernels.cli.bench import page, peers, rows
+from jax_kernels.cli.bench import sizes as bench_sizes
 from jax_kernels.cli.ops import OPS
 from jax_kernels.tuning import timers
 
@@ -40,21 +41,86 @@ def test_a_run(run, tmp_path):
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["device"]["name"] == "CPU"
     assert report["versions"]["jax"] == jax.__version__
-    rows = report["results"]
-    assert {(row["op"], row["call"]) for row in rows} == {
+    results = report["results"]
+    assert {(row["op"], row["call"]) for row in results} == {
         ("matmul", "64 x 256"),
         ("matmul", "256 x 256"),
         ("rms_norm", "256 x 512"),
     }
-    first = rows[0]
+    first = results[0]
     assert (first["implementation"], first["ms"], first["timer"], first["gradients"]) == ("xla", 2.0, "fake", True)
     assert first["options"] == {"shape": "64,256", "columns": 256}
-    assert all(row["reason"] for row in rows if row["ms"] is None)
-    page = (tmp_path / "r.html").read_text()
-    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
-    assert len(pictures) == 2
+    assert all(row["reason"] for row in results if row["ms"] is None)
+    text = (tmp_path / "r.html").read_text()
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    assert len(pictures) == 3  # a roofline, and one of each op
+    assert report["roofs"]["tflops"] == pytest.approx(2 * 1024**3 / 2 / 1e9)  # of the fake timer's 2 ms
     assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
-    assert "<td>64 x 256</td><td>xla</td><td>2</td>" in page
+    assert "<td>64 x 256</td><td>xla</td><td>2</td>" in text
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        ("matmul", "rms_norm", "decode_attention"),
+        pytest.param(("flash_attention", "gated_matmul", "mlp", "layer_norm"), marks=pytest.mark.slow),
+    ],
+)
+def test_peers_agree_and_are_timed(run, tmp_path, ops):
+    """Each peer of a CPU runs, and its result is compared with the op's."""
+    path = tmp_path / "r.json"
+    code, out, _ = run(*ops, "--peers", "--gradients", "--seconds", "0.001", "--json", str(path))
+    assert code == 0
+    found = [row for row in json.loads(path.read_text())["results"] if row["is_peer"]]
+    assert [row["reason"] for row in found if row["ms"] is None] == []
+    assert {row["op"] for row in found} == set(ops)
+    of_attention = {row["implementation"] for row in found if row["op"] == "flash_attention"}
+    assert of_attention == ({"jax.nn", "torch SDPA"} if "flash_attention" in ops else set())
+    assert "torch" in out
+
+
+def test_a_peer_with_another_result_is_not_timed(monkeypatch):
+    wrong = {"torch matmul": lambda torch, given: given["x"] @ given["w"] * 1.5}
+    monkeypatch.setitem(peers._TORCH, "matmul", wrong)
+    call = bench_sizes.STANDARD["matmul"][1][0]
+    given = bench_sizes.arrays("matmul", call)
+    (found,) = peers.times("matmul", given, OPS["matmul"].function, gradients=False, seconds=0.001)
+    assert found.ms is None
+    assert found.reason.startswith("ValueError: its result differs by 5.0e-01 of the norm")
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    (found,) = peers.times("matmul", given, OPS["matmul"].function, gradients=False, seconds=0.001)
+    assert found.reason.startswith("ModuleNotFoundError: torch is not installed")
+
+
+def test_densities(run, tmp_path):
+    path, of_html = tmp_path / "r.json", tmp_path / "r.html"
+    words = ("--seconds", "0.001", "--json", str(path), "--html", str(of_html))
+    code, out, _ = run("rms_norm", "--density", "--peers", *words)
+    assert code == 0
+    assert "4 of 8 blocks" in out
+    found = [row for row in json.loads(path.read_text())["results"] if row["density"] and row["ms"]]
+    assert {row["density"] for row in found} == {1.0, 0.5, 0.25, 0.125}
+    assert {row["implementation"] for row in found} == {"xla", "torch SDPA, dense mask"}
+    assert "Speed-up by the density of the mask" in of_html.read_text()
+    blocks = rows.random_blocks(8, 3)
+    assert (blocks.sum(1) == 3).all()
+    assert blocks.diagonal().all()
+
+
+def test_speed_ups_are_over_the_densest_mask():
+    row = lambda density, ms: rows.Row(
+        op="flash_attention", call="", options={}, gradients=False, implementation="xla", ms=ms, spread=0.0, timer="",
+        tflops=1.0, blocks=None, tuned=False, reason=None, density=density,
+    )  # fmt: skip
+    assert page.speed_ups([row(1.0, 8.0), row(0.25, 4.0)]) == {"xla": {0.25: 2.0, 1.0: 1.0}}
+
+
+def test_the_bytes_of_a_call():
+    call = bench_sizes.STANDARD["matmul"][1][0]
+    given = bench_sizes.arrays("matmul", call)
+    size = given["x"].dtype.itemsize * (64 * 256 + 256 * 256 + 64 * 256)
+    assert bench_sizes.traffic(OPS["matmul"].function, given, False) == size
+    assert bench_sizes.traffic(OPS["matmul"].function, given, True) == 3 * size
 
 
 def test_an_op_without_gradients(run):
@@ -63,12 +129,12 @@ def test_an_op_without_gradients(run):
 
 
 def test_reasons_name_their_calls_unless_it_is_all():
-    row = lambda call, reason: bench.Row(
+    row = lambda call, reason: rows.Row(
         op="matmul", call=call, options={}, gradients=False, implementation="triton", ms=None, spread=None, timer=None,
         tflops=None, blocks=None, tuned=False, reason=reason,
     )  # fmt: skip
-    assert bench._reasons([row("a", "slow"), row("b", "slow")]) == ["not triton: slow"]
-    assert bench._reasons([row("a", "slow"), row("b", "old")]) == ["not triton (a): slow", "not triton (b): old"]
+    assert page.reasons([row("a", "slow"), row("b", "slow")]) == ["not triton: slow"]
+    assert page.reasons([row("a", "slow"), row("b", "old")]) == ["not triton (a): slow", "not triton (b): old"]
 
 
 @pytest.mark.parametrize("op", bench_sizes.STANDARD)

@@ -41,7 +41,7 @@ def test_help_imports_no_op():
     for name, module in {"info": info, "check": check}.items():
         assert cli.COMMANDS[name] == getattr(module, name).__doc__.splitlines()[0]
     done = done_by("-c", HELP)
-    assert all(name in done.stdout for name in (*cli.COMMANDS, "demo", "train"))
+    assert all(name in done.stdout for name in (*cli.COMMANDS, *cli.FLAX_COMMANDS))
     assert not {"jax", "jax_kernels.ops"} & set(ast.literal_eval(done.stdout.splitlines()[-1]))
 
 
@@ -51,6 +51,12 @@ def test_info_for_a_named_gpu(run):
     assert (code, err) == (0, "")
     for text in ("NVIDIA H200", "Hopper", "9.0", "141 GB", "4800 GB/s", "227 KiB", "bfloat16"):
         assert text in out
+    assert out.count("\n") <= 40  # one screen
+    ops = {words[0]: words[1:] for words in map(str.split, out.split("\n\n")[1].splitlines()) if words}
+    assert ops["op"] == list(IMPLEMENTATIONS)
+    assert ops["flash_attention"] == ["yes"] * len(IMPLEMENTATIONS)
+    assert set(OPS) <= ops.keys()
+    _, out, _ = run("info", "--device", "h200", "--reasons")
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in out.splitlines() if line.startswith("│")]
     assert [row for row in rows if row[0] == "flash_attention"] == [
         ["flash_attention", name, "yes"] for name in IMPLEMENTATIONS
@@ -63,6 +69,8 @@ def test_info_for_a_named_gpu(run):
 @pytest.mark.triton
 def test_info_gives_the_reason_for_no_support(run):
     _, out, _ = run("info", "--device", "cpu")
+    assert "jax-kernels info --reasons shows why" in out
+    _, out, _ = run("info", "--device", "cpu", "--reasons")
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in out.splitlines() if line.startswith("│")]
     assert len(rows) == sum(len(op.implementations) for op in OPS.values())
     for op, name, verdict in rows:
@@ -89,6 +97,53 @@ def test_info_json(run):
     assert report["ops"]["flash_attention"]["mosaic_gpu"].startswith("it needs Hopper")
     assert report["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert report["versions"]["jax-kernels"]
+
+
+SMI = """\
+#!/bin/sh
+echo "NVIDIA H200, 580.82.07, 140000, 143771"
+echo "NVIDIA H200, 580.82.07, [N/A], 143771"
+"""
+
+
+def test_info_has_the_driver_and_the_gpus(run, tmp_path, monkeypatch):
+    path = tmp_path / "nvidia-smi"
+    path.write_text(SMI)
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    _, out, _ = run("info")
+    text = " ".join(out.split())
+    for words in ("driver 580.82.07", "GPUs 2, JAX sees 0", "free memory 146.8 of 151, 0.0 of 151 GB"):
+        assert words in text
+    report = json.loads(run("info", "--json")[1])
+    assert [gpu["free_bytes"] for gpu in report["gpus"]] == [140000 << 20, 0]
+    path.write_text("#!/bin/sh\nexit 9\n")  # a driver that does not answer
+    assert "no NVIDIA driver" in run("info")[1]
+
+
+def test_version(run):
+    assert run("--version") == (0, f"jax-kernels {jax_kernels.__version__}\n", "")
+    done = done_by("-m", "jax_kernels", "--version")
+    assert done.stdout == f"jax-kernels {jax_kernels.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("jax-kernels ch", {"check"}),
+        ("jax-kernels ge", {"generate"}),
+        ("jax-kernels check --impl", {"--implementation"}),
+        ("jax-kernels explain matmul --wo", set()),
+        ("jax-kernels train --se", {"--seq-len", "--sequence-strategy", "--seed"}),
+        ("jax-kernels eval --ch", {"--checkpoint"}),
+    ],
+)
+def test_shells_complete_commands_and_options(run, monkeypatch, line, wanted):
+    monkeypatch.setenv("_JAX_KERNELS_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    code, out, _ = run()
+    assert (code, set(out.split())) == (0, wanted)
 
 
 def test_info_without_a_package(monkeypatch):

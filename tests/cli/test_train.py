@@ -179,7 +179,7 @@ def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monke
             "--mesh: got 'dta=1', want axes of pipeline, data, fsdp, expert, sequence, tensor; did you mean 'data'?",
         ),
         (("--mesh", "data=0"), "--mesh: got 'data=0', want a positive number of devices for each axis, or -1 for one"),
-        (("--dtype", "float16"), "--dtype: got 'float16', want bfloat16 or float32; did you mean 'bfloat16'?"),
+        (("--dtype", "half"), "--dtype: got 'half', want bfloat16, float16 or float32"),
         (
             ("--remat", "product"),
             "--remat: got 'product', want none, all, attention or products; did you mean 'products'?",
@@ -258,7 +258,9 @@ def test_last_step_is_checked_and_a_finished_run_reported(tmp_path, text, capsys
     words = ("--text", text, "--steps", 2, "--out", out)
     code, said, _ = ended(capsys, *words)
     assert code == 0
-    assert f"wrote {out / 'train.json'}, and the checkpoint of step 2 to {out / 'checkpoint'}" in said
+    assert (
+        f"wrote {out / 'train.json'}, {out / 'loss.png'}, and the checkpoint of step 2 to {out / 'checkpoint'}" in said
+    )
     first = (out / "train.json").read_bytes()
     for cut in (None, b'{"losses": ['):  # unchanged, and cut off by a kill during a write
         if cut is not None:

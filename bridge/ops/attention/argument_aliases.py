@@ -5,10 +5,12 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.interop.plain_numbers import plain_of
+from jax_kernels.spelling import name_hint
 
 __all__ = ["OTHER_NAMES", "check_mask_shape", "renamed"]
 
 OTHER_NAMES = {"attn_mask": "mask", "softmax_scale": "scale", "causal": "is_causal", "window_size": "window"}
+_RENAMED = tuple(OTHER_NAMES.values())
 _ALIGNED = ("causal", "window_size")  # flash-attn aligns the last query with the last key
 
 
@@ -28,7 +30,8 @@ def renamed(function: str, others: dict[str, Any], given: dict[str, Any]) -> dic
     for name, x in others.items():
         own = OTHER_NAMES.get(name)
         if own is None:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            hint = name_hint(name, (*given, *_RENAMED))
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
         if given.get(own) is not None and given[own] is not False:
             raise TypeError(f"{name}: got it with {own}, which is the same argument; want one of them")
         found[own] = _checked(name, x)

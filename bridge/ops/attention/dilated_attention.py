@@ -10,6 +10,7 @@ from jax_kernels.bridge.jax_functions.api import JaxOp, with_types
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.ops.dilated import dilated_attention as ops
+from jax_kernels.spelling import with_name_hints
 
 __all__ = ["DilatedOptions", "dilated_attention"]
 
@@ -56,6 +57,7 @@ def dilated_attention(
 def dilated_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[DilatedOptions]
 ) -> Outputs: ...
+@with_name_hints
 def dilated_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -11,6 +11,7 @@ from jax_kernels.bridge.jax_functions.api import JaxOp, from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_scales, check_tensors
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.ops.attention import flash_attention_fp8 as ops
+from jax_kernels.spelling import with_name_hints
 
 __all__ = ["flash_attention_fp8", "quantize_fp8"]
 
@@ -71,6 +72,7 @@ def flash_attention_fp8(
 def flash_attention_fp8(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[_Options]
 ) -> Outputs: ...
+@with_name_hints
 def flash_attention_fp8(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -13,6 +13,7 @@ from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, c
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs, Window
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import decode_attention as ops
+from jax_kernels.spelling import with_name_hints
 
 __all__ = ["decode_attention"]
 
@@ -56,6 +57,7 @@ def decode_attention(
 def decode_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[_Options]
 ) -> Outputs: ...
+@with_name_hints
 def decode_attention(
     query: torch.Tensor,
     key: torch.Tensor,

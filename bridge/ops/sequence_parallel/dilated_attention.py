@@ -17,6 +17,7 @@ from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.plan import prepare
 from jax_kernels.ops.dilated.sharded_segments import Shards
 from jax_kernels.ops.ring.layouts import axis_size
+from jax_kernels.spelling import with_name_hints
 
 __all__ = ["sequence_parallel_dilated_attention"]
 
@@ -55,6 +56,7 @@ def sequence_parallel_dilated_attention(
     torch_internals.not_in_graph, reason="jax_kernels: sequence_parallel_dilated_attention runs over several processes"
 )
 @plain_arguments
+@with_name_hints
 def sequence_parallel_dilated_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -17,6 +17,7 @@ from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.ops.ring import ring_attention as ops
 from jax_kernels.ops.ring import shard_sequence as orders
+from jax_kernels.spelling import with_name_hints
 
 __all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
 
@@ -66,6 +67,7 @@ def ring_attention(
 ) -> Outputs: ...
 @functools.partial(torch_internals.not_in_graph, reason="jax_kernels: ring_attention runs over several processes")
 @plain_arguments
+@with_name_hints
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,

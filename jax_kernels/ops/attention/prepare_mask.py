@@ -14,6 +14,7 @@ from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import OP
 from jax_kernels.ops.attention.implementations import prepared_lists
 from jax_kernels.plain_numbers import ATTENTION, plain, plain_options
+from jax_kernels.spelling import name_hint
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["prepare_mask"]
@@ -80,7 +81,9 @@ def prepare_mask(
     mask, value = mask.unprepared, key if value is None else value
     for name in arguments:
         if name not in ARGUMENT_NAMES:
-            raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
+            raise TypeError(
+                f"flash_attention got an unexpected keyword argument {name!r}{name_hint(name, ARGUMENT_NAMES)}"
+            )
     request, inputs = check(FlashArguments(query=query, key=key, value=value, mask=mask, **arguments))
     request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # also for a mask's array
     if inputs.mask is not None and not isinstance(inputs.mask, Mask):

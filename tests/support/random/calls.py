@@ -151,9 +151,10 @@ def eight_bits(draw: Draw) -> Call:
         arrays["w_up"] = draw.normal(n, k) / np.float32(k**0.5)
 
     def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
+        is_exact = how.get("precision") == "fp32"
         rounded = [ops.quantize(given[name], scaling=scaling) for name in ("x", "w", "w_up") if name in given]
-        operands = [ops.dequantize(x) for x in rounded] if how else rounded
-        how = how | {"transpose_w": True, "out_dtype": "float32" if how else dtype, "activation": activation}
+        operands = [ops.dequantize(x) for x in rounded] if is_exact else rounded
+        how = how | {"transpose_w": True, "out_dtype": "float32" if is_exact else dtype, "activation": activation}
         return {"out": (ops.gated_matmul if is_gated else ops.matmul)(*operands, **how)}
 
     return Call(
@@ -348,8 +349,9 @@ def few_bits(draw: Draw) -> Call:
     arrays |= {name: draw.normal(*shape) / np.float32(k**0.5) for name in weights}
 
     def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
+        is_exact = how.get("precision") == "fp32"
         rounded = [ops.quantize(given[name], format, **layout) for name in weights]
-        operands = [ops.dequantize(w) for w in rounded] if how else rounded
+        operands = [ops.dequantize(w) for w in rounded] if is_exact else rounded
         options = {"transpose_w": transpose_w, "activation": activation}
         return {"out": (ops.gated_matmul if is_gated else ops.matmul)(given["x"], *operands, **options, **how)}
 
@@ -367,6 +369,58 @@ def few_bits(draw: Draw) -> Call:
     )
 
 
+def losses(draw: Draw) -> Call:
+    """A forward and the gradients of linear_cross_entropy; some targets do not count."""
+    tokens, width, vocabulary = draw.size(), draw.size(), draw.integer(2, 1500)
+    dtype, transpose_w = draw.one("bfloat16", "float16", "float32"), draw.chance(0.5)
+    shape = (vocabulary, width) if transpose_w else (width, vocabulary)
+    w = draw.normal(*shape) / np.float32(width**0.5)
+    arrays = {"x": draw.normal(tokens, width, dtype=dtype), "w": np.asarray(jnp.asarray(w, dtype), np.float32)}
+    arrays |= {"weights": np.abs(draw.normal(tokens, dtype=dtype)) + np.float32(0.5)} if draw.chance(0.3) else {}
+    moved = list(arrays)
+    arrays["targets"] = draw.random.integers(-2 if draw.chance(0.3) else 0, vocabulary, tokens).astype(np.int32)
+    options = {
+        "transpose_w": transpose_w,
+        "reduction": draw.one("none", "mean", "sum"),
+        "softcap": draw.one(None, None, 5.0),
+        "label_smoothing": draw.one(0.0, 0.0, 0.1),
+        "z_loss": draw.one(0.0, 0.0, 1e-3),
+        "ignore_index": draw.one(-1, 0),
+    }
+    return Call(
+        forward=lambda ops, given, **how: {"loss": ops.linear_cross_entropy(**given, **options, **how)},
+        arrays=arrays,
+        moved=moved,
+        dtype=dtype,
+        keeps=frozenset({"weights"}),
+        has_precision=False,
+        options=options | {"tokens": tokens, "width": width, "vocabulary": vocabulary, "dtype": dtype, "moved": moved},
+    )
+
+
+def block_sparse(draw: Draw) -> Call:
+    """A forward and the gradients of block_sparse_attention, with a bool for each block of pairs."""
+    batch, kv_heads, length, keys = draw.integer(1, 3), draw.integer(1, 3), draw.size(), draw.size()
+    heads, head_dim, size = kv_heads * draw.one(1, 2), draw.one(64, 128, 32, 96), draw.one(16, 32, 64, 128)
+    dtype = draw.one("bfloat16", "float16", "float32")
+    arrays = {
+        "query": draw.normal(batch, length, heads, head_dim, dtype=dtype),
+        "key": draw.normal(batch, keys, kv_heads, head_dim, dtype=dtype),
+        "value": draw.normal(batch, keys, kv_heads, head_dim, dtype=dtype),
+    }
+    moved = list(arrays)
+    cells = (draw.one(1, batch), draw.one(1, heads), -(-length // size), -(-keys // size))
+    arrays["block_mask"] = draw.random.random(cells) < draw.one(0.1, 0.5, 0.9)
+    options = {"block_size": size, "is_causal": draw.chance(0.4), "softcap": draw.one(None, None, 20.0)}
+
+    def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
+        out, lse = ops.block_sparse_attention(**given, **options, return_lse=True, **how)
+        return {"out": out, "lse": lse}
+
+    sizes = {name: x.shape for name, x in arrays.items()}
+    return Call(forward=forward, arrays=arrays, moved=moved, dtype=dtype, options=sizes | options | {"dtype": dtype})
+
+
 KINDS: dict[str, Callable[[Draw], Call]] = {
     "attention": attention,
     "products": products,
@@ -378,6 +432,8 @@ KINDS: dict[str, Callable[[Draw], Call]] = {
     "attention_of_eight_bits": attention_of_eight_bits,
     "few_bits": few_bits,
     "grouped": grouped,
+    "losses": losses,
+    "block_sparse": block_sparse,
 }
 
 

@@ -23,7 +23,8 @@ class Call:
     forward(ops, arrays, **how) returns results by name. ops: jax_kernels, or an object with the same names for other
     arrays. how: implementation, and precision if the op has it. arrays: float32 values that `dtype` can represent,
     integers and bools. moved: names of the arrays to differentiate. keeps: names of the float arrays that stay float32
-    in every call. options: the choices drawn, for messages.
+    in every call. options: the choices drawn, for messages. implementation_is_free: whether `forward` takes
+    implementation.
     """
 
     forward: Callable[..., Mapping[str, Any]]
@@ -34,6 +35,7 @@ class Call:
     keeps: frozenset[str] = frozenset()
     has_precision: bool = True
     tolerance: float | None = None
+    implementation_is_free: bool = True
 
     def given(self, dtype: str) -> dict[str, jax.Array]:
         """The arrays in a dtype."""
@@ -72,10 +74,10 @@ def _placed_as(x: jax.Array, other: jax.Array) -> jax.Array:
     )
 
 
-def check(call: Call, got: Mapping[str, Any] | None = None) -> None:
-    """Asserts that `got` (None: call.results()) is XLA's result in float32, up to the roundings of its dtype."""
+def check(call: Call, got: Mapping[str, Any] | None = None, wanted: Mapping[str, Any] | None = None) -> None:
+    """Asserts that `got` (None: call.results()) is `wanted` (None: call.wanted()), up to the roundings of its dtype."""
     got = call.results() if got is None else got
-    for name, right in call.wanted().items():
+    for name, right in (call.wanted() if wanted is None else wanted).items():
         x, right = (np.asarray(y).astype(np.float64) for y in (got[name], right))
         assert x.shape == right.shape, (name, call.options)
         assert (np.isfinite(x) == np.isfinite(right)).all(), (name, call.options)
@@ -127,6 +129,13 @@ class Draw:
             "key": self.normal(batch, length, kv_heads, head_dim, dtype=dtype),
             "value": self.normal(batch, length, kv_heads, self.one(*v_head_dims), dtype=dtype),
         }
+
+
+class SmallDraw(Draw):
+    """A Draw with lengths up to 160, for a CPU."""
+
+    def size(self) -> int:
+        return self.one(self.integer(1, 20), self.integer(20, 150), 8 * self.integer(1, 20), 64, 65, 128, 129)
 
 
 def check_all(names: Sequence[str], drawn: Callable[[str], Any], check_one: Callable[[Any], None]) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_kernels.cli import explain_options as options
 
-__all__ = ["STANDARD", "StandardCall", "arrays", "flops"]
+__all__ = ["STANDARD", "StandardCall", "arrays", "flops", "traffic"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,3 +112,13 @@ def flops(op: str, given: dict[str, Any], gradients: bool) -> float | None:
         return None
     rows = given["x"].size // given["x"].shape[-1]
     return 2 * rows * sum(w.size for w in weights) * (3 if gradients else 1)
+
+
+def traffic(function: Any, given: dict[str, Any], gradients: bool) -> int:
+    """The bytes of a call's arguments and results, each read or written once. A backward reads both again, reads the
+    results' gradients and writes the arguments' gradients.
+    """
+    arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
+    results = jax.eval_shape(lambda arrays: function(**{**given, **arrays}), arrays)
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return (size(arrays) + size(results)) * (3 if gradients else 1)

@@ -1,0 +1,92 @@
+"""jax-kernels bench: times the ops' standard sizes on this machine, by each implementation."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from jax_kernels.cli import UserError, WriteError
+from jax_kernels.cli.bench.page import HEADINGS, by_op, cells, html_page, reasons, timed, title
+from jax_kernels.cli.bench.rows import Roofs, Row, density_rows, measure_roofs, rows_of
+from jax_kernels.cli.bench.sizes import STANDARD
+from jax_kernels.cli.info import find_device, versions
+from jax_kernels.files import write_whole
+from jax_kernels.spelling import did_you_mean
+
+__all__ = ["bench"]
+
+
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(help=f"of {', '.join(STANDARD)}; default: all")] = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="time the forward and backward together")] = False,
+    with_peers: Annotated[
+        bool, typer.Option("--peers", help="also time PyTorch, FlexAttention and jax.nn, where they are installed")
+    ] = False,
+    density: Annotated[
+        bool, typer.Option("--density", help="also time attention under masks that keep fewer and fewer blocks")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="the time of each implementation of a call")] = 0.2,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", help="also write a report with plots to this file")
+    ] = None,
+) -> None:
+    """Time the ops' standard sizes on this machine, by each implementation that serves them.
+
+    On a GPU the times are device times. On a CPU the sizes are small, and the times are the host's. The page of --html
+    has a roofline, and with --density a plot of the speed over the density of the mask.
+    """
+    for name in ops or ():
+        if name not in STANDARD:
+            raise UserError(f"op: got {name!r}, want one of {', '.join(STANDARD)}{did_you_mean(name, STANDARD)}")
+    if not seconds > 0:
+        raise UserError(f"--seconds: got {seconds}, want a number above 0")
+    for option, path in (("--json", json_path), ("--html", html_path)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"{option}: got {str(path)!r}, want a file in a folder that exists")
+    device = find_device(None)
+    is_gpu = device.compute_capability is not None
+    calls = [(op, call) for op in ops or STANDARD for call in STANDARD[op][0 if is_gpu else 1]]
+    found: list[Row] = []
+    progress = Console(stderr=True)
+    for op, call in track(calls, f"timing on {device.name}", console=progress, transient=True):
+        found += rows_of(op, call, gradients, seconds, with_peers)
+    found += density_rows(is_gpu, seconds, with_peers) if density else []
+    _show(device.name, found)
+    packages = versions()
+    report: dict[str, Any] = {"device": dataclasses.asdict(device), "versions": packages}
+    roofs: Roofs | None = None
+    if html_path is not None and any(row.intensity is not None for row in found):
+        roofs = measure_roofs(is_gpu, seconds)
+        report["roofs"] = dataclasses.asdict(roofs)
+    report["results"] = [dataclasses.asdict(row) for row in found]
+    if json_path is not None:
+        _write("--json", json_path, json.dumps(report, indent=2) + "\n")
+    if html_path is not None:
+        _write("--html", html_path, html_page(device.name, packages, found, roofs))
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise WriteError(f"{option}: {path} cannot be written ({error.strerror or error})") from error
+
+
+def _show(device: str, rows: Sequence[Row]) -> None:
+    console = Console()
+    console.width = max(console.width, 110)  # a table is not cut off, in a file or in a narrow window
+    for op, of_op in by_op(rows).items():
+        table = Table(*HEADINGS, title=f"{title(op, of_op)}, {device}")
+        for row in timed(of_op):
+            table.add_row(*cells(row))
+        console.print(table)
+        for line in reasons(of_op):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print()

@@ -1,0 +1,1 @@
+"""The commands that use a model of `jax-kernels train`: generate and eval."""

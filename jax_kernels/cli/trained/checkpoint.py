@@ -1,0 +1,63 @@
+"""Reads the model of a checkpoint that `jax-kernels train` wrote."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jax_kernels.cli import UserError
+from jax_kernels.cli.demo.training import make_optimizer
+from jax_kernels.models import LongNetConfig, Trainer, TransformerConfig
+from jax_kernels.models.training import checkpoints
+
+__all__ = ["TrainedModel", "trained_model"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model of `jax-kernels train` on this machine's first device.
+
+    trainer: has the checkpoint's state. settings: of the training, with "seq_len" and "batch_size".
+    """
+
+    trainer: Trainer
+    settings: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self.trainer.step
+
+
+def trained_model(folder: Path, step: int | None = None, implementation: str | None = None) -> TrainedModel:
+    """The model of a checkpoint.
+
+    folder: the --out of `jax-kernels train`. step: of the checkpoint; None for the newest. implementation: of the
+    attention; None for the fastest. Raises UserError if there is no such checkpoint, or if it cannot be read.
+    """
+    inside = folder / "checkpoint"
+    if not inside.is_dir():
+        raise UserError(f"--checkpoint: got {str(folder)!r}, want a folder that `jax-kernels train --out` wrote")
+    manager = checkpoints.manager(inside, keep=1)
+    try:
+        steps = sorted(manager.all_steps())
+        if not steps or (step is not None and step not in steps):
+            option, got = ("--checkpoint", f"{str(folder)!r}") if step is None or not steps else ("--step", f"{step}")
+            want = f"one of the checkpoints {', '.join(map(str, steps))}" if steps else "a folder with a checkpoint"
+            raise UserError(f"{option}: got {got}, want {want}")
+        kept = checkpoints.read_run(manager, max(steps) if step is None else step)
+    except ValueError as error:
+        raise UserError(f"--checkpoint: {str(error).removeprefix('folder: ')}") from error
+    finally:
+        manager.close()
+    settings, fields = kept["run"], kept["config"] | {"implementation": implementation}
+    if not {"steps", "learning_rate", "seq_len", "batch_size"} <= settings.keys() or fields["vocab_size"] != 256:
+        raise UserError(
+            f"--checkpoint: got {str(folder)!r}, want a folder of jax-kernels train: another program wrote it"
+        )
+    config = LongNetConfig(**fields) if "segment_lengths" in fields else TransformerConfig(**fields)
+    trainer = Trainer(config, make_optimizer(settings["steps"], settings["learning_rate"]), folder=inside)
+    try:
+        trainer.restore(step)
+    except ValueError as error:
+        raise UserError(f"--checkpoint: {str(error).removeprefix('folder: ')}") from error
+    return TrainedModel(trainer=trainer, settings=settings)
