@@ -28,11 +28,12 @@ from jax_kernels.bridge.jax_functions.mask_operands import (
     register_weak,
 )
 from jax_kernels.bridge.jax_functions.program_operators import CachedFunction, CallFunction, ProgramInfo, call_op
-from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, ProgramKey, TensorSpec
+from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, ProgramKey, TensorSpec, display_name
 from jax_kernels.bridge.jax_functions.pytree import LEAF, MaskById, Structure, flatten, unflatten
 from jax_kernels.bridge.jax_functions.tracing import program_for
 from jax_kernels.bridge.operators import execute, plan_query, torch_operator
 from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache, same_tensors
+from jax_kernels.bridge.operators.profiler_names import NamedLauncher, label_of, named_function
 from jax_kernels.masks import Mask
 
 __all__ = ["CallKey", "JaxOp", "from_jax", "with_types"]
@@ -316,10 +317,11 @@ def _cached_call(
     """
     grad = torch.is_grad_enabled()
     program = program_for(request, tuple(grad and x.requires_grad for x in tensors))
-    chain = execute.launcher_for(program.forward, tensors, operands)
+    chain = NamedLauncher(execute.launcher_for(program.forward, tensors, operands), label_of(program.forward))
     is_single = program.outputs == LEAF
     unpack = operator.itemgetter(0) if is_single else lambda results: unflatten(program.outputs, iter(results))
-    return CachedCall(chain, unpack, CachedFunction if program.has_gradient else None, ProgramInfo(program, operands))
+    function = named_function(CachedFunction, display_name(request.function)) if program.has_gradient else None
+    return CachedCall(chain, unpack, function, ProgramInfo(program, operands))
 
 
 def _run(
@@ -347,7 +349,7 @@ def _run(
     if not is_eager:
         results = call_op(tensors, program.name, operands.name)
     elif program.has_gradient:
-        results = CallFunction.apply(program, operands, *tensors)
+        results = named_function(CallFunction, display_name(name)).apply(program, operands, *tensors)
     else:
         results = torch_operator.below_autograd(call_op, tensors, program.name, operands.name)
     return unflatten(program.outputs, iter(results))

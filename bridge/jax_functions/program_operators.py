@@ -15,6 +15,7 @@ from jax_kernels.bridge.jax_functions.programs import PROGRAMS, Program, find_pr
 from jax_kernels.bridge.jax_functions.tracing import build_program
 from jax_kernels.bridge.operators import execute, torch_operator
 from jax_kernels.bridge.operators.call_cache import CachedCall
+from jax_kernels.bridge.operators.profiler_names import NamedLauncher, label_of
 
 __all__ = ["CachedFunction", "CallFunction", "CallWithTangents", "ProgramInfo", "backward_op", "call_op"]
 
@@ -186,7 +187,8 @@ class CachedFunction(torch.autograd.Function):
 
 
 def _cached_backward(info, tensors):
-    return CachedCall(execute.launcher_for(info.program.backward, tensors, info.operands), _same)
+    function = info.program.backward
+    return CachedCall(NamedLauncher(execute.launcher_for(function, tensors, info.operands), label_of(function)), _same)
 
 
 def _differentiate(tensors, program, operands=""):

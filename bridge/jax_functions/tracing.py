@@ -25,6 +25,7 @@ from jax_kernels.bridge.jax_functions.programs import (
     pin_if_traced,
 )
 from jax_kernels.bridge.jax_functions.pytree import Leaf, Structure, flatten, unflatten
+from jax_kernels.bridge.operators.profiler_names import named
 from jax_kernels.masks import Mask
 
 __all__ = [
@@ -125,7 +126,7 @@ def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: 
         gradients = pullback(cotangents_of(out_infos, stored))
         return tuple(_conjugate(gradient) for gradient in gradients)
 
-    residuals = [residual_infos[index] for index in extra]
+    residuals, label = [residual_infos[index] for index in extra], display_name(request.function)
     *_, output_structure = structures
     return Program(
         name=name,
@@ -138,8 +139,8 @@ def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: 
         grads=tuple(ResultSpec(signatures[index].shape, signatures[index].dtype) for index in moving),
         inputs_read=tuple(inputs_read),
         outputs_read=tuple(outputs_read),
-        forward=jax.jit(forward, keep_unused=True),
-        backward=jax.jit(backward, keep_unused=True),
+        forward=jax.jit(named(forward, label), keep_unused=True),
+        backward=jax.jit(named(backward, f"{label}_backward"), keep_unused=True),
     )
 
 

@@ -20,6 +20,7 @@ from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 from jax_kernels.bridge.operators import execute
 from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache, same_tensors
+from jax_kernels.bridge.operators.profiler_names import NamedLauncher, label_of, recorded
 
 __all__ = [
     "JaxCall",
@@ -85,16 +86,21 @@ def define_operator(
     can capture these calls.
     """
 
+    is_generic = name.startswith("call")  # torch.profiler shows other operators under the op's own name
+
     @torch_internals.skip_dynamo
     def kernel(*arguments: Argument) -> Results:
-        return unpack(*arguments)(execute.execute(*program(*arguments)))
+        call = program(*arguments)
+        results = recorded(label_of(call.function), execute.execute, *call) if is_generic else execute.execute(*call)
+        return unpack(*arguments)(results)
 
     def cached_call(*arguments: Argument) -> CachedCall | None:
         function, tensors, operands = program(*arguments)
         (_, given), read = _split(arguments), [x for x in tensors if x is not None]
         if (operands is not None and operands.masks) or not same_tensors(read, given):
             return None
-        return CachedCall(execute.launcher_for(function, tensors, operands), unpack(*arguments))
+        launch = execute.launcher_for(function, tensors, operands)
+        return CachedCall(NamedLauncher(launch, label_of(function)) if is_generic else launch, unpack(*arguments))
 
     operator, direct = (
         _defined(full, schema, tags, kernel, cached_call, fake, differentiate, label, push)

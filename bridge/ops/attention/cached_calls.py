@@ -9,6 +9,7 @@ import torch
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.operators import execute, torch_operator
 from jax_kernels.bridge.operators.call_cache import CachedCall, same_tensors
+from jax_kernels.bridge.operators.profiler_names import NamedLauncher, label_of, named_function
 from jax_kernels.bridge.ops.attention.flash_attention_operator import (
     BackwardArguments,
     Options,
@@ -114,7 +115,7 @@ def _known_backward(
             program = backward_program(*given, *call.info.options, *extra)
             if not same_tensors(_present(program.tensors), tensors):
                 return None
-            return CachedCall(execute.launcher_for(*program), _same)
+            return CachedCall(NamedLauncher(execute.launcher_for(*program), label_of(program.function)), _same)
 
         call.backward_cache.record(statics, tensors, make)
     return [x for index, x in enumerate(gradients) if wanted >> index & 1]
@@ -139,14 +140,14 @@ def known_call(tensors: Tensors[torch.Tensor], options: Options) -> CachedCall |
     program = (forward_program if with_rows else inference_program)(*tensors, *options)
     if not same_tensors(_present(program.tensors), _present(tensors)):
         return None
-    chain = execute.launcher_for(*program)
+    chain = NamedLauncher(execute.launcher_for(*program), label_of(program.function))
     info = _Info(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
     unpack: Callable[[list[torch.Tensor]], torch_operator.Results] = _same
     if not options.return_lse and not needs_grad:
         unpack = operator.itemgetter(0)
     elif options.return_lse:
         unpack = _without_lse_lo if tensors.has_lse_lo else tuple
-    return CachedCall(chain, unpack, CachedAttention if needs_grad else None, info)
+    return CachedCall(chain, unpack, named_function(CachedAttention, "flash_attention") if needs_grad else None, info)
 
 
 def _without_lse_lo(results: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

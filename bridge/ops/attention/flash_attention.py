@@ -12,6 +12,7 @@ from jax_kernels.bridge.jax_functions import flops
 from jax_kernels.bridge.jax_functions.api import CallKey
 from jax_kernels.bridge.operators import plan_query, torch_operator
 from jax_kernels.bridge.operators.call_cache import CallCache, same_tensors
+from jax_kernels.bridge.operators.profiler_names import named_function
 from jax_kernels.bridge.ops.attention import flash_attention_vmap, float_masks, length_buckets, masked_attention
 from jax_kernels.bridge.ops.attention.argument_aliases import renamed
 from jax_kernels.bridge.ops.attention.attention_checks import (
@@ -311,7 +312,7 @@ def _run(call: Arguments, *, is_traced: bool) -> Outputs:
     if is_traced or not torch_internals.is_plain_eager():
         results = operator(*arguments)
     elif need_gradient(call.tensors):
-        results = Attention.apply(call.options.return_lse, *arguments)
+        results = named_function(Attention, "flash_attention").apply(call.options.return_lse, *arguments)
     else:
         results = torch_operator.below_autograd(operator, *arguments)
     if not call.options.return_lse:

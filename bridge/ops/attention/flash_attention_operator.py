@@ -22,6 +22,7 @@ import torch
 from jax_kernels.bridge.interop import dlpack, planning_device, torch_internals
 from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.operators import torch_operator
+from jax_kernels.bridge.operators.profiler_names import named
 from jax_kernels.bridge.ops.attention import length_buckets
 from jax_kernels.inputs.attention import AttentionResult, FlashArguments
 
@@ -192,7 +193,7 @@ def _forward(device: torch.device, options: Options):
             return out, lse
         return out, jnp.stack([lse, jnp.zeros_like(lse) if lse_lo is None else lse_lo], axis=1)
 
-    return jax.jit(forward, keep_unused=True)
+    return jax.jit(named(forward, "flash_attention"), keep_unused=True)
 
 
 @memoize
@@ -205,7 +206,7 @@ def _inference(device: torch.device, options: Options):
         call, inputs = _prepare(options, *arrays)
         return (attention.attention_forward(attention.with_options(call, has_lse=False), inputs).out,)
 
-    return jax.jit(inference, keep_unused=True)
+    return jax.jit(named(inference, "flash_attention"), keep_unused=True)
 
 
 def gradient_bits(needed: Sequence[bool | None]) -> int:
@@ -257,7 +258,7 @@ def _backward(device: torch.device, options: Options, wanted: int):
         (pulled,) = pullback({name: getattr(gradients, name) for name in given})
         return tuple(pulled[name] for name in names)
 
-    return jax.jit(backward, keep_unused=True)
+    return jax.jit(named(backward, "flash_attention_backward"), keep_unused=True)
 
 
 def forward_program(*arguments):

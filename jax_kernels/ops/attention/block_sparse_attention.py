@@ -51,6 +51,7 @@ def block_sparse_attention(
 ) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @with_plain_numbers(*ATTENTION)
 @under_defaults
+@jax.named_scope("block_sparse_attention")
 def block_sparse_attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B S Hkv D"],

@@ -78,6 +78,7 @@ def decode_attention(
 @with_plain_numbers("window", "softcap", "scale", "return_lse")
 @with_explicit_axes(as_attention)
 @under_defaults
+@jax.named_scope("decode_attention")
 def decode_attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B S Hkv D"] | Float[Array, "pages page_size Hkv D"],

@@ -58,6 +58,7 @@ def dynamic_mask_attention(
 @with_plain_numbers(*ATTENTION)
 @with_explicit_axes(as_attention)
 @under_defaults
+@jax.named_scope("dynamic_mask_attention")
 def dynamic_mask_attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B S Hkv D"],

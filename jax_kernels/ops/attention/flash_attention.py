@@ -92,6 +92,7 @@ def flash_attention(
 @with_plain_numbers(*ATTENTION)
 @with_explicit_axes(as_attention)
 @under_defaults
+@jax.named_scope("flash_attention")
 def flash_attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B S Hkv D"],

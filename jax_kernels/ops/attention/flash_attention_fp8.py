@@ -98,6 +98,7 @@ def flash_attention_fp8(
 @with_plain_numbers("is_causal", "scale", "return_lse")
 @with_explicit_axes(as_attention)
 @under_defaults
+@jax.named_scope("flash_attention_fp8")
 def flash_attention_fp8(
     query: Float8e4m3fn[Array, "B T H D"],
     key: Float8e4m3fn[Array, "B S Hkv D"],

@@ -1,5 +1,6 @@
 """linear_cross_entropy: the loss of a language model's head, without the logits of all tokens."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.ops.cross_entropy.checks import check
@@ -15,6 +16,7 @@ __all__ = ["linear_cross_entropy"]
 @with_plain_numbers("transpose_w", "softcap", "label_smoothing", "z_loss", "ignore_index")
 @with_explicit_axes(as_losses)
 @under_defaults
+@jax.named_scope("linear_cross_entropy")
 def linear_cross_entropy(
     x: Float[Array, "... D"],
     w: Float[Array, "D V"] | Float[Array, "V D"],

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Literal, overload
 
+import jax
 from jaxtyping import Array, Float, Float32, Integer
 
 from jax_kernels.ops.dilated import vjp as dilated_vjp
@@ -82,6 +83,7 @@ def dilated_attention(
 @with_plain_numbers(*DILATED)
 @with_explicit_axes(as_attention)
 @under_defaults
+@jax.named_scope("dilated_attention")
 def dilated_attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B T Hkv D"],

@@ -20,6 +20,7 @@ __all__ = ["grouped_matmul"]
 @with_plain_numbers("transpose_w")
 @with_explicit_axes(as_grouped)
 @under_defaults
+@jax.named_scope("grouped_matmul")
 def grouped_matmul(
     x: Float[Array, "M K"],
     w: Float[Array, "G K N"] | Float[Array, "G N K"],

@@ -23,6 +23,7 @@ __all__ = ["GATED", "OP", "gated_matmul", "matmul", "run"]
 @with_plain_numbers("transpose_w")
 @with_explicit_axes(as_product)
 @under_defaults
+@jax.named_scope("matmul")
 def matmul(
     x: Float[Array, "*M K"] | QuantizedArray,
     w: Float[Array, "K N"] | Float[Array, "N K"] | QuantizedArray,
@@ -111,6 +112,7 @@ def matmul(
 @with_plain_numbers("transpose_w")
 @with_explicit_axes(as_product)
 @under_defaults
+@jax.named_scope("gated_matmul")
 def gated_matmul(
     x: Float[Array, "*M K"] | QuantizedArray,
     w_gate: Float[Array, "K N"] | Float[Array, "N K"] | QuantizedArray,

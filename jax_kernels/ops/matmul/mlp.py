@@ -49,6 +49,7 @@ class MlpInputs(NamedTuple):
 @with_plain_numbers("transpose_w")
 @with_explicit_axes(as_product)
 @under_defaults
+@jax.named_scope("mlp")
 def mlp(
     x: Float[Array, "*M K"],
     w_up: Float[Array, "K H"] | Float[Array, "H K"],

@@ -87,6 +87,7 @@ def layer_norm(
 @with_plain_numbers("eps", "scale_offset")
 @with_explicit_axes(as_rows)
 @under_defaults
+@jax.named_scope("layer_norm")
 def layer_norm(
     x: Float[Array, "*M N"],
     scale: Float[Array, " N"] | None = None,
@@ -207,6 +208,7 @@ def rms_norm(
 @with_plain_numbers("eps", "scale_offset")
 @with_explicit_axes(as_rows)
 @under_defaults
+@jax.named_scope("rms_norm")
 def rms_norm(
     x: Float[Array, "*M N"],
     scale: Float[Array, " N"] | None = None,

@@ -104,6 +104,7 @@ def ring_attention(
 @with_plain_numbers(*ATTENTION, "sends_ahead")
 @with_explicit_axes(as_attention)
 @under_defaults
+@jax.named_scope("ring_attention")
 def ring_attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B T Hkv D"],

@@ -360,7 +360,7 @@ def test_cache_size_is_bounded(direct, monkeypatch):
     for size in range(1, 8):
         function(torch.zeros(size))
     (calls,) = [x for x in call_cache._ALL if len(x) == 3]
-    assert [call.chain.there for call in calls._calls.values()] == [[True]] * 3
+    assert [call.chain.launch.there for call in calls._calls.values()] == [[True]] * 3
 
 
 def test_no_cache_without_pytorch_guards(direct, monkeypatch):
