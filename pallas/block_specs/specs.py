@@ -72,7 +72,7 @@ class AttentionForwardSm90:
     one_launch_max_tiles: int = dataclasses.field(default=4, repr=False)
 
     def __post_init__(self) -> None:
-        positive(self, compute_warpgroups=1, block_kv=64, stages=1, head_group=1)
+        positive(self, compute_warpgroups=1, block_kv=32, stages=1, head_group=1)
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardSm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
 
