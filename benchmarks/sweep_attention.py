@@ -2,6 +2,10 @@
 
     PYTHONPATH=. python benchmarks/sweep_attention.py --head-dim 128 --causal yes --direction fwd --output sweep.json
 
+A shape may have another head_dim for values, and a peer may be the control:
+
+    PYTHONPATH=. python benchmarks/sweep_attention.py --shape 2,8192,16,192/128 --control fa4 --output sweep.json
+
 Each config is compiled, checked against the control (cuDNN; "xla" without a GPU; or --control), timed and printed; the
 control has a turn every few configs. The fastest configs and the control then alternate for the final figures. A config
 that raises is listed; if a config hangs or crashes its process, another process continues with the rest.
@@ -25,8 +29,8 @@ from typing import Any, NamedTuple
 
 import jax
 from harness import command_line, report
-from harness.cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
-from harness.contenders import OURS, build
+from harness.cases import DTYPES, Case, InputSet, Oracle, as_numpy, input_sets, parse_shape, relative_error
+from harness.contenders import OURS, PEERS, build, framework
 from harness.process import prepare_process, say
 from harness.timers import choose_timer
 from harness.timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
@@ -36,6 +40,7 @@ from jax_kernels.dispatch import interpreting
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention.sm80 import forward as forward_sm80
 from jax_kernels.pallas.attention.sm90.backward import launch as backward_sm90
+from jax_kernels.pallas.attention.sm90.backward.widths import Widths
 from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.pallas.attention.triton import backward as backward_triton
 from jax_kernels.pallas.attention.triton import forward as forward_triton
@@ -75,6 +80,56 @@ FORWARD_SM90 = {
     256: ((2, 64), (2, 128), (3, 64)),
 }
 STAGES = {64: (3, 4, 2, 5), 128: (2, 3, 4), 256: (2, 1)}
+# Head_dims between these, by (head_dim, value_head_dim): fields that replace those of the row.
+FORWARD_BETWEEN: dict[tuple[int, int], tuple[dict[str, Any], ...]] = {
+    (96, 96): (
+        {"compute_warpgroups": 2, "block_kv": 128, "stages": 2, "early_q": True},
+        {"compute_warpgroups": 2, "block_kv": 128, "stages": 4, "share_q_out": True, "early_q": False},
+        {"compute_warpgroups": 2, "block_kv": 160, "stages": 2, "early_q": True},
+        {"compute_warpgroups": 2, "block_kv": 192, "stages": 2, "early_q": False, "share_q_out": True},
+        {"compute_warpgroups": 3, "block_kv": 96, "stages": 3, "early_q": False},
+        {"compute_warpgroups": 3, "block_kv": 96, "stages": 4, "early_q": False, "share_q_out": True},
+        {"compute_warpgroups": 3, "block_kv": 64, "stages": 4, "early_q": False},
+    ),
+    (160, 160): (
+        {"block_kv": 96, "stages": 2, "share_q_out": False, "early_q": True},
+        {"block_kv": 96, "stages": 3},
+        {"block_kv": 64, "stages": 4},
+        {"block_kv": 64, "stages": 3, "share_q_out": False, "early_q": True},
+    ),
+    (192, 128): (
+        {"block_kv": 96, "stages": 2, "share_q_out": False},
+        {"block_kv": 64, "stages": 4},
+        {"block_kv": 64, "stages": 3, "share_q_out": False},
+    ),
+    (192, 192): (
+        {"block_kv": 64, "stages": 3},
+        {"block_kv": 64, "stages": 2, "share_q_out": False, "early_q": True},
+        {"block_kv": 64, "stages": 2},
+        {"block_kv": 128, "stages": 1},
+    ),
+}
+BACKWARD_BETWEEN: dict[tuple[int, int], tuple[dict[str, Any], ...]] = {
+    (96, 96): (
+        {"early_dv": True},
+        {"early_dv": False},
+        {"q_stages": 3},
+        {"q_stages": 3, "do_stages": 3},
+        {"exit_after_smem_read": True},
+        {"persistent": True},
+        {"persistent": True, "v_stages": 2},
+        {"persistent": True, "early_dv": True},
+    ),
+    (160, 160): ({"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, {"exit_after_smem_read": False}),
+    (192, 128): ({"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, {"exit_after_smem_read": False}),
+    (192, 192): (
+        {"do_stages": 2},
+        {"do_stages": 2, "late_do": False},
+        {"early_dv": False},
+        {"late_do": False},
+        {"q_stages": 3},
+    ),
+}
 # Backward on Hopper, by head_dim: the largest block_q for which the kernel has registers.
 BACKWARD_SM90_BLOCK_Q = {64: 128, 128: 64, 256: 64}
 BACKWARD_SM90_STAGES = ((2, 2), (2, 1), (3, 2), (1, 1), (3, 1), (3, 3))
@@ -94,19 +149,42 @@ BACKWARD_TRITON = (
 WARPS_AND_STAGES = ((4, 2), (8, 2), (4, 3), (8, 3), (4, 1), (4, 4))
 
 
-def grid(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
+def grid(
+    implementation: str, direction: str, head_dim: int, causal: bool, value_head_dim: int | None = None
+) -> list[Any]:
     """The configs to try: Hopper's row, then the lists above, likely configs first. "sm80" has no row."""
+    value_head_dim = value_head_dim or head_dim
+    widest = max(head_dim, value_head_dim)
     if implementation == "sm80":
         blocks = ((64, 64), (64, 32), *([(128, 64)] if head_dim <= 64 else []))
         return [forward_sm80.AttentionForwardSm80(block_q=q, block_kv=kv) for q, kv in blocks]
-    row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
+    row, _ = attention_row(
+        (9, 0), implementation, head_dim=widest, v_head_dim=value_head_dim, bits=16, is_causal=causal
+    )
     standing = row.forward if direction == "fwd" else row.backward
-    return list(dict.fromkeys([standing, *_listed(implementation, direction, head_dim, causal)]))
+    columns = Widths.of(head_dim, value_head_dim, deterministic=False)
+    if implementation == "mosaic_gpu" and columns.key in (96, 160, 192):
+        listed = _between(standing, direction, causal, columns)
+    else:
+        listed = _listed(implementation, direction, widest, causal)
+    return list(dict.fromkeys([standing, *listed]))
+
+
+def _between(standing: Any, direction: str, causal: bool, columns: Widths) -> list[Any]:
+    """The configs for tiles of these columns: each changes the row `standing` in its blocks, or in its order."""
+    table = FORWARD_BETWEEN if direction == "fwd" else BACKWARD_BETWEEN
+    changes = list(table.get((columns.key, columns.value), ()))
+    changes += [{"head_group": heads} for heads in HEAD_GROUP] if causal else []
+    if direction == "fwd":
+        changes += [{"pingpong": False}, *([] if causal else [{"dynamic": True, "head_group": 8}])]
+    elif not causal:
+        changes += [{"q_loop_stagger": stagger} for stagger in Q_LOOP_STAGGER]
+    return [dataclasses.replace(standing, **fields) for fields in changes]
 
 
 def _listed(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
     """Every combination of the lists above with tiles that fit in shared memory."""
-    width = next(w for w in (64, 128, 256) if head_dim <= w)
+    width = next(w for w in FORWARD_SM90 if head_dim <= w)
     if (implementation, direction) == ("mosaic_gpu", "fwd"):
         free = itertools.product(STAGES[width], (False, True), (True, False))
         configs: list[Any] = [
@@ -133,11 +211,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choices = dict.fromkeys(implementation for implementation, _ in KERNELS)
     told = "sm80: the Mosaic forward by mma.sync, which no op calls"
     parser.add_argument("--implementation", choices=choices, default="mosaic_gpu", help=told)
-    parser.add_argument("--control", choices=("jax-cudnn", *OURS), help="contender that the configs are compared with")
+    parser.add_argument("--control", choices=(*PEERS, *OURS), help="contender that the configs are compared with")
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
     parser.add_argument("--causal", choices=("no", "yes"), default="no")
     parser.add_argument("--head-dim", type=int, default=128, help="of the shape 2, 8192, 2048 / head_dim, head_dim")
-    parser.add_argument("--shape", help="batch,seq,heads,head_dim[,kv_heads] instead of --head-dim")
+    parser.add_argument("--shape", help="batch,seq,heads,head_dim[/value_head_dim][,kv_heads] instead of --head-dim")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--configs", help="fields in order instead of the grid: '2,128,2;3,128,3,False,False'")
     parser.add_argument("--seconds", type=seconds, default=0.1, help="queued work of one turn")
@@ -155,13 +233,14 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         if args.shape is None and not 0 < args.head_dim <= 256:
             raise ValueError(f"head-dim: got {args.head_dim}, want 1 to 256")
-        shape = parse_shape(args.shape or f"2,8192,{max(1, 2048 // args.head_dim)},{args.head_dim}")
+        shape = parse_shape(args.shape or f"2,8192,{max(1, 2048 // args.head_dim)},{args.head_dim}", values=True)
         args.case = Case.of(shape, dtype=args.dtype, causal=args.causal == "yes", mode=args.direction)
         if (args.implementation, args.direction) not in KERNELS:
             raise ValueError(f"direction: got {args.direction}, want fwd for implementation {args.implementation}")
         kind = KERNELS[args.implementation, args.direction].config
         if args.configs is None:
-            args.configs = grid(args.implementation, args.direction, args.case.head_dim, args.case.causal)
+            case = args.case
+            args.configs = grid(args.implementation, args.direction, case.head_dim, case.causal, case.value_head_dim)
         else:
             args.configs = [kind(*ast.literal_eval(f"({text},)")) for text in args.configs.split(";") if text.strip()]
     except (ValueError, TypeError, SyntaxError) as error:
@@ -208,15 +287,17 @@ class Sweep:
 
     def everything(self) -> None:
         args, case = self.args, self.args.case
-        name, self.timer = choose_timer(args.timer, ["jax"])
+        named = args.control or ("jax-cudnn" if jax.default_backend() == "gpu" else "xla")
+        name, self.timer = choose_timer(args.timer, sorted({"jax", framework(named)}))
         facts = {"case": dataclasses.asdict(case), "implementation": args.implementation}
         self.results |= report.header(args.commit, **facts, timer=name, method=METHODS[name]["jax"])
         sets = input_sets(case)
-        named = args.control or ("jax-cudnn" if jax.default_backend() == "gpu" else "xla")
         control = build(named, case, sets, Oracle(case, sets[0]))
         if control.status != "ok":
             raise RuntimeError(f"the control {control.name} does not run: {control.reason}")
         self.wanted = control.call(0)  # type: ignore[misc]
+        if control.framework == "torch":
+            self.wanted = tuple(map(as_numpy, self.wanted))
         saved: list = []
         if args.direction == "bwd":  # from the reference: every config gets the same, correct residuals
             options = AttentionOptions(1 / math.sqrt(case.head_dim), is_causal=case.causal, precision="fp32")
@@ -289,7 +370,7 @@ class Sweep:
     def check_device(self, control: Contender) -> None:
         """Ends the process after a failure that broke its GPU context, such as an illegal access."""
         try:
-            wait(control.call(0), "jax")  # type: ignore[misc]
+            wait(control.call(0), control.framework)  # type: ignore[misc]
         except Exception as error:
             say(f"  the device is lost to this process ({first_line(error)}): going on in another")
             os._exit(LOST)
