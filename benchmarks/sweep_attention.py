@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from harness import command_line, report
+from harness import command_line, head_dims, report
 from harness.cases import DTYPES, Case, InputSet, Oracle, as_numpy, input_sets, parse_shape, relative_error
 from harness.contenders import OURS, PEERS, build, framework
 from harness.process import prepare_process, say
@@ -40,7 +40,6 @@ from jax_kernels.dispatch import interpreting
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention.sm80 import forward as forward_sm80
 from jax_kernels.pallas.attention.sm90.backward import launch as backward_sm90
-from jax_kernels.pallas.attention.sm90.backward.widths import Widths
 from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.pallas.attention.triton import backward as backward_triton
 from jax_kernels.pallas.attention.triton import forward as forward_triton
@@ -80,56 +79,6 @@ FORWARD_SM90 = {
     256: ((2, 64), (2, 128), (3, 64)),
 }
 STAGES = {64: (3, 4, 2, 5), 128: (2, 3, 4), 256: (2, 1)}
-# Head_dims between these, by (head_dim, value_head_dim): fields that replace those of the row.
-FORWARD_BETWEEN: dict[tuple[int, int], tuple[dict[str, Any], ...]] = {
-    (96, 96): (
-        {"compute_warpgroups": 2, "block_kv": 128, "stages": 2, "early_q": True},
-        {"compute_warpgroups": 2, "block_kv": 128, "stages": 4, "share_q_out": True, "early_q": False},
-        {"compute_warpgroups": 2, "block_kv": 160, "stages": 2, "early_q": True},
-        {"compute_warpgroups": 2, "block_kv": 192, "stages": 2, "early_q": False, "share_q_out": True},
-        {"compute_warpgroups": 3, "block_kv": 96, "stages": 3, "early_q": False},
-        {"compute_warpgroups": 3, "block_kv": 96, "stages": 4, "early_q": False, "share_q_out": True},
-        {"compute_warpgroups": 3, "block_kv": 64, "stages": 4, "early_q": False},
-    ),
-    (160, 160): (
-        {"block_kv": 96, "stages": 2, "share_q_out": False, "early_q": True},
-        {"block_kv": 96, "stages": 3},
-        {"block_kv": 64, "stages": 4},
-        {"block_kv": 64, "stages": 3, "share_q_out": False, "early_q": True},
-    ),
-    (192, 128): (
-        {"block_kv": 96, "stages": 2, "share_q_out": False},
-        {"block_kv": 64, "stages": 4},
-        {"block_kv": 64, "stages": 3, "share_q_out": False},
-    ),
-    (192, 192): (
-        {"block_kv": 64, "stages": 3},
-        {"block_kv": 64, "stages": 2, "share_q_out": False, "early_q": True},
-        {"block_kv": 64, "stages": 2},
-        {"block_kv": 128, "stages": 1},
-    ),
-}
-BACKWARD_BETWEEN: dict[tuple[int, int], tuple[dict[str, Any], ...]] = {
-    (96, 96): (
-        {"early_dv": True},
-        {"early_dv": False},
-        {"q_stages": 3},
-        {"q_stages": 3, "do_stages": 3},
-        {"exit_after_smem_read": True},
-        {"persistent": True},
-        {"persistent": True, "v_stages": 2},
-        {"persistent": True, "early_dv": True},
-    ),
-    (160, 160): ({"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, {"exit_after_smem_read": False}),
-    (192, 128): ({"do_stages": 1}, {"q_stages": 1, "do_stages": 1}, {"exit_after_smem_read": False}),
-    (192, 192): (
-        {"do_stages": 2},
-        {"do_stages": 2, "late_do": False},
-        {"early_dv": False},
-        {"late_do": False},
-        {"q_stages": 3},
-    ),
-}
 # Backward on Hopper, by head_dim: the largest block_q for which the kernel has registers.
 BACKWARD_SM90_BLOCK_Q = {64: 128, 128: 64, 256: 64}
 BACKWARD_SM90_STAGES = ((2, 2), (2, 1), (3, 2), (1, 1), (3, 1), (3, 3))
@@ -162,24 +111,12 @@ def grid(
         (9, 0), implementation, head_dim=widest, v_head_dim=value_head_dim, bits=16, is_causal=causal
     )
     standing = row.forward if direction == "fwd" else row.backward
-    columns = Widths.of(head_dim, value_head_dim, deterministic=False)
-    if implementation == "mosaic_gpu" and columns.key in (96, 160, 192):
-        listed = _between(standing, direction, causal, columns)
-    else:
+    listed = None
+    if implementation == "mosaic_gpu":
+        listed = head_dims.configs(standing, direction, causal, (head_dim, value_head_dim))
+    if listed is None:
         listed = _listed(implementation, direction, widest, causal)
     return list(dict.fromkeys([standing, *listed]))
-
-
-def _between(standing: Any, direction: str, causal: bool, columns: Widths) -> list[Any]:
-    """The configs for tiles of these columns: each changes the row `standing` in its blocks, or in its order."""
-    table = FORWARD_BETWEEN if direction == "fwd" else BACKWARD_BETWEEN
-    changes = list(table.get((columns.key, columns.value), ()))
-    changes += [{"head_group": heads} for heads in HEAD_GROUP] if causal else []
-    if direction == "fwd":
-        changes += [{"pingpong": False}, *([] if causal else [{"dynamic": True, "head_group": 8}])]
-    elif not causal:
-        changes += [{"q_loop_stagger": stagger} for stagger in Q_LOOP_STAGGER]
-    return [dataclasses.replace(standing, **fields) for fields in changes]
 
 
 def _listed(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:

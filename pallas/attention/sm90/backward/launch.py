@@ -78,7 +78,7 @@ def makes_rows(
     """
     if not (inputs.bias is None and inputs.score_mod is None and options.query_heads is None):
         return False
-    return prepare_backward.takes(out, _widths_of(inputs, options).key, _whole_rows(options, config))
+    return prepare_backward.takes(out, _widths_of(inputs, options, config).key, _whole_rows(options, config))
 
 
 def attention_backward(
@@ -113,9 +113,8 @@ def attention_backward(
     The kernel adds dquery in order of arrival, and may add dkey and dvalue the same way, if it splits the last work
     tiles into parts. If options.deterministic, another kernel sums dquery in the order of the keys.
     """
-    widths = _widths_of(inputs, options)
-    if options.deterministic and widths.key > 128:  # wider tiles than the row's
-        config = dataclasses.replace(config, do_stages=1)
+    config = _fitting(config, options)
+    widths = _widths_of(inputs, options, config)
     axes = varying_axes(inputs, lse, delta, dout, out, dlse)
     # Inside shard_map a kernel takes no ref that varies: a given dquery is added after the kernel.
     adds = dquery is not None and not axes
@@ -296,7 +295,8 @@ def listed_blocks(
     The first dict is for the kernel of dkey and dvalue, with by="key". If options.deterministic, a second dict is for
     the kernel of dquery, with by="query". head_dim, v_head_dim: of query and of value.
     """
-    widths = Widths.of(head_dim, v_head_dim, deterministic=options.deterministic)
+    config = _fitting(config, options)
+    widths = Widths.of(head_dim, v_head_dim, config.block_q, deterministic=options.deterministic)
     together = {"head_group": config.head_group}
     of_keys = {"block_q": config.block_q, "block_kv": widths.block_kv, "by": "key"}
     every = [of_keys]
@@ -306,6 +306,14 @@ def listed_blocks(
     return [blocks | together for blocks in every]
 
 
-def _widths_of(inputs: AttentionInputs, options: AttentionOptions) -> Widths:
+def _widths_of(inputs: AttentionInputs, options: AttentionOptions, config: AttentionBackwardSm90) -> Widths:
     """The columns of the kernels' tiles for these inputs."""
-    return Widths.of(inputs.query.shape[-1], inputs.value.shape[-1], deterministic=options.deterministic)
+    head_dims = inputs.query.shape[-1], inputs.value.shape[-1]
+    return Widths.of(*head_dims, config.block_q, deterministic=options.deterministic)
+
+
+def _fitting(config: AttentionBackwardSm90, options: AttentionOptions) -> AttentionBackwardSm90:
+    """The row's blocks; for a deterministic backward, whose tiles may be wider than the row's, blocks that fit them."""
+    if not (options.deterministic and config.wider_if_deterministic):
+        return config
+    return dataclasses.replace(config, block_q=64, do_stages=1)

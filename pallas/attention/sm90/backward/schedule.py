@@ -123,7 +123,7 @@ class Schedule:
         # softcap and a score_mod leave no spare registers, nor do copies of any number of rows at head_dim 128.
         any_rows = arrays.query.shape[-1] > 64 and has_odd_length(arrays.query, arrays.key)
         has_extra = bias_gradient or any_rows or options.softcap is not None or arrays.mod is not None
-        widths = Widths(key=arrays.query.shape[-1], value=arrays.value.shape[-1])
+        widths = Widths(key=arrays.query.shape[-1], value=arrays.value.shape[-1], block_q=config.block_q)
         can_persist = widths.scores_ahead and split.parts == 1 and not has_extra
         is_persistent = config.persistent and can_persist and shape.tiles > core_count
         return cls(

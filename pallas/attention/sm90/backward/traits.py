@@ -65,7 +65,7 @@ class Traits:
 
         Raises ValueError if config.block_q does not fit the head_dim.
         """
-        widths = Widths(key=arrays.query.shape[-1], value=arrays.value.shape[-1])
+        widths = Widths(key=arrays.query.shape[-1], value=arrays.value.shape[-1], block_q=config.block_q)
         block_kv, width, v_width = widths.block_kv, widths.key // widths.halves, widths.value // widths.halves
         any_rows = has_odd_length(arrays.query, arrays.key)
         mod = arrays.mod

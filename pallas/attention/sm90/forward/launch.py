@@ -157,17 +157,10 @@ def _padded(inputs: Sequence[AttentionInputs], config: AttentionForwardSm90) -> 
     """(query, key, value) of each call of a launch, with head_dims and lengths that the tensor memory accelerator
     takes.
 
-    Copies of any number of rows need swizzle atoms of 64 columns and keys; without them, odd lengths are padded.
+    Copies of any number of rows need swizzle atoms of 64 columns. Without them, odd lengths are padded.
     """
-    arrays = [x for of in inputs for x in of[:3]]
-    takes_any_rows = all(_tile_columns(x.shape[-1]) % 64 == 0 for x in arrays) and config.block_kv % 64 == 0
-    any_rows = takes_any_rows and has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
-    return [tuple(pad_for_tma(x, _tile_columns(x.shape[-1]), any_rows=any_rows) for x in of[:3]) for of in inputs]
-
-
-def _tile_columns(head_dim: int) -> int:
-    """The columns of a tile for this head_dim: a multiple of 32 between 64 and 192, else a multiple of 64."""
-    return -(-head_dim // 32) * 32 if 64 < head_dim <= 192 else -(-head_dim // 64) * 64
+    any_rows = config.atom == 64 and has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
+    return [tuple(pad_for_tma(x, config.atom, any_rows=any_rows) for x in of[:3]) for of in inputs]
 
 
 def _launch(

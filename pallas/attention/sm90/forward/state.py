@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -226,17 +225,17 @@ class Traits:
     @property
     def qk_tiles(self) -> SmemTiles:
         """The layout of queries and keys in shared memory."""
-        return SmemTiles(self.head_dim, self.any_rows, chunked=self.chunked)
+        return SmemTiles(self.head_dim, self.any_rows, atom=self.config.atom, chunked=self.chunked)
 
     @property
     def v_tiles(self) -> SmemTiles:
-        """The layout of values in shared memory. wgmma sums over whole atoms of keys, too."""
-        return SmemTiles(self.v_head_dim, self.any_rows, atom=math.gcd(self.v_head_dim, self.config.block_kv))
+        """The layout of values in shared memory."""
+        return SmemTiles(self.v_head_dim, self.any_rows, atom=self.config.atom)
 
     @property
     def out_tiles(self) -> SmemTiles:
         """The layout of the output in shared memory."""
-        return SmemTiles(self.v_head_dim, self.any_rows, chunked=self.chunked)
+        return SmemTiles(self.v_head_dim, self.any_rows, atom=self.config.atom, chunked=self.chunked)
 
     def kv_loop(self, arrays: Arrays, cta: Index) -> KvLoop:
         """The loop over blocks of keys (KvLoop) of CTA number `cta`."""
