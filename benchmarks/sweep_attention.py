@@ -2,6 +2,10 @@
 
     PYTHONPATH=. python benchmarks/sweep_attention.py --head-dim 128 --causal yes --direction fwd --output sweep.json
 
+A shape may have another head_dim for values, and a peer may be the control:
+
+    PYTHONPATH=. python benchmarks/sweep_attention.py --shape 2,8192,16,192/128 --control fa4 --output sweep.json
+
 Each config is compiled, checked against the control (cuDNN; "xla" without a GPU; or --control), timed and printed; the
 control has a turn every few configs. The fastest configs and the control then alternate for the final figures. A config
 that raises is listed; if a config hangs or crashes its process, another process continues with the rest.
@@ -27,9 +31,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from harness import command_line, report
-from harness.cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
-from harness.contenders import OURS, build, from_function
+from harness import command_line, head_dims, report
+from harness.cases import DTYPES, Case, InputSet, Oracle, as_numpy, input_sets, parse_shape, relative_error
+from harness.contenders import OURS, PEERS, build, framework, from_function
 from harness.mask_patterns import MaskPattern, random_blocks
 from harness.process import prepare_process, say
 from harness.timers import choose_timer
@@ -110,19 +114,30 @@ MASKS: dict[str, Callable[[int], MaskPattern]] = {
 }
 
 
-def grid(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
+def grid(
+    implementation: str, direction: str, head_dim: int, causal: bool, value_head_dim: int | None = None
+) -> list[Any]:
     """The configs to try: Hopper's row, then the lists above, likely configs first. "sm80" has no row."""
+    value_head_dim = value_head_dim or head_dim
+    widest = max(head_dim, value_head_dim)
     if implementation == "sm80":
         names, kind = ("block_q", "block_kv", "warpgroups", "q_in_smem"), forward_sm80.AttentionForwardSm80
         return [kind(**dict(zip(names, x, strict=True))) for x in FORWARD_SM80 if head_dim <= 64 or x[0] == 64 or x[3]]
-    row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
+    row, _ = attention_row(
+        (9, 0), implementation, head_dim=widest, v_head_dim=value_head_dim, bits=16, is_causal=causal
+    )
     standing = row.forward if direction == "fwd" else row.backward
-    return list(dict.fromkeys([standing, *_listed(implementation, direction, head_dim, causal)]))
+    listed = None
+    if implementation == "mosaic_gpu":
+        listed = head_dims.configs(standing, direction, causal, (head_dim, value_head_dim))
+    if listed is None:
+        listed = _listed(implementation, direction, widest, causal)
+    return list(dict.fromkeys([standing, *listed]))
 
 
 def _listed(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
     """Every combination of the lists above with tiles that fit in shared memory."""
-    width = next(w for w in (64, 128, 256) if head_dim <= w)
+    width = next(w for w in FORWARD_SM90 if head_dim <= w)
     if (implementation, direction) == ("mosaic_gpu", "fwd"):
         free = itertools.product(STAGES[width], (False, True), (True, False))
         configs: list[Any] = [
@@ -148,12 +163,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     count, seconds = command_line.positive(int), command_line.positive(float)
     choices = dict.fromkeys(implementation for implementation, _ in KERNELS)
     parser.add_argument("--implementation", choices=choices, default="mosaic_gpu", help="sm80: mma.sync, in no op")
-    parser.add_argument("--control", choices=("jax-cudnn", *OURS), help="contender that the configs are compared with")
+    parser.add_argument("--control", choices=(*PEERS, *OURS), help="contender that the configs are compared with")
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
     parser.add_argument("--causal", choices=("no", "yes"), default="no")
     parser.add_argument("--mask", choices=tuple(MASKS), help="a tenth of the blocks of 128; 512 keys and the first 64")
     parser.add_argument("--head-dim", type=int, default=128, help="of the shape 2, 8192, 2048 / head_dim, head_dim")
-    parser.add_argument("--shape", help="batch,seq,heads,head_dim[,kv_heads] instead of --head-dim")
+    parser.add_argument("--shape", help="batch,seq,heads,head_dim[/value_head_dim][,kv_heads] instead of --head-dim")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--configs", help="instead of the grid, fields in order or by name: '2,128,2;3,128,stages=3'")
     parser.add_argument("--seconds", type=seconds, default=0.1, help="queued work of one turn")
@@ -171,7 +186,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         if args.shape is None and not 0 < args.head_dim <= 256:
             raise ValueError(f"head-dim: got {args.head_dim}, want 1 to 256")
-        shape = parse_shape(args.shape or f"2,8192,{max(1, 2048 // args.head_dim)},{args.head_dim}")
+        shape = parse_shape(args.shape or f"2,8192,{max(1, 2048 // args.head_dim)},{args.head_dim}", values=True)
         args.case = Case.of(shape, dtype=args.dtype, causal=args.causal == "yes", mode=args.direction)
         if (args.implementation, args.direction) not in KERNELS:
             raise ValueError(f"direction: got {args.direction}, want fwd for implementation {args.implementation}")
@@ -179,7 +194,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"mask: got {args.mask}, want none except for --implementation triton without --causal")
         kind = KERNELS[args.implementation, args.direction].config
         if args.configs is None:
-            args.configs = grid(args.implementation, args.direction, args.case.head_dim, args.case.causal)
+            case = args.case
+            args.configs = grid(args.implementation, args.direction, case.head_dim, case.causal, case.value_head_dim)
         else:
             args.configs = [_config(kind, text) for text in args.configs.split(";") if text.strip()]
     except (ValueError, TypeError, SyntaxError) as error:
@@ -265,15 +281,18 @@ class Sweep:
 
     def everything(self) -> None:
         args, case = self.args, self.args.case
-        name, self.timer = choose_timer(args.timer, ["jax"])
+        ours = "mosaic_gpu" if args.mask else "jax-cudnn"
+        named = args.control or (ours if jax.default_backend() == "gpu" else "xla")
+        name, self.timer = choose_timer(args.timer, sorted({"jax", framework(named)}))
         facts = {"case": dataclasses.asdict(case), "implementation": args.implementation, "mask": args.mask}
         self.results |= report.header(args.commit, **facts, timer=name, method=METHODS[name]["jax"])
         sets = input_sets(case)
-        ours = "mosaic_gpu" if args.mask else "jax-cudnn"
-        control = control_of(args, args.control or (ours if jax.default_backend() == "gpu" else "xla"), sets)
+        control = control_of(args, named, sets)
         if control.status != "ok":
             raise RuntimeError(f"the control {control.name} does not run: {control.reason}")
         self.wanted = control.call(0)  # type: ignore[misc]
+        if control.framework == "torch":
+            self.wanted = tuple(map(as_numpy, self.wanted))
         saved: list = []
         if args.direction == "bwd":  # from the reference: every config gets the same, correct residuals
             options = dataclasses.replace(options_of(args), precision="fp32")
@@ -347,7 +366,7 @@ class Sweep:
     def check_device(self, control: Contender) -> None:
         """Ends the process after a failure that broke its GPU context, such as an illegal access."""
         try:
-            wait(control.call(0), "jax")  # type: ignore[misc]
+            wait(control.call(0), control.framework)  # type: ignore[misc]
         except Exception as error:
             say(f"  the device is lost to this process ({first_line(error)}): going on in another")
             os._exit(LOST)

@@ -6,9 +6,11 @@ another. benchmarks/notes has the other values that were tried.
 """
 
 import dataclasses
+import functools
 
 from jax_kernels.pallas.block_specs.record import measured
 from jax_kernels.pallas.block_specs.sm80 import SM80
+from jax_kernels.pallas.block_specs.sm90_attention_between import BETWEEN, DENSE_BETWEEN, LISTS_BETWEEN
 from jax_kernels.pallas.block_specs.specs import (
     H100,
     H200,
@@ -189,28 +191,6 @@ MOSAIC = measured(
         bits=16,
         forward=CAUSAL_128,
         backward=BACKWARD_CAUSAL_128,
-        is_causal=True,
-    ),
-    # head_dim 192 uses the blocks of 256. Time over cuDNN's:
-    #   forward: 0.90 full and 0.84 causal at 192, 0.98 at 160
-    #   backward: 1.09 full and 1.11 causal at 192, 1.02 and 1.10 at 160
-    #   forward and backward: 1.06 and 1.06 at 192, 1.02 and 1.08 at 160
-    # In JAX, cuDNN needs the same head_dim for keys and values. In torch its backward of 192/128 takes 0.88 of this
-    # kernel's time full, and 0.58 causal.
-    Row(
-        implementation="mosaic_gpu",
-        head_dim=192,
-        bits=16,
-        forward=WIDE,
-        backward=WIDE_BACKWARD,
-        is_causal=False,
-    ),
-    Row(
-        implementation="mosaic_gpu",
-        head_dim=192,
-        bits=16,
-        forward=WIDE_CAUSAL,
-        backward=WIDE_BACKWARD_CAUSAL,
         is_causal=True,
     ),
     Row(
@@ -397,10 +377,12 @@ DENSE_TRITON = tuple(
 
 TRITON = (*TRITON_64, *DENSE_TRITON, *measured(H100, LISTS_TRITON, STAGES_TRITON, WIDE_TRITON))
 
+# Rows of narrower head_dims come first.
+_by_head_dim = functools.partial(sorted, key=lambda row: (row.head_dim, row.v_head_dim or row.head_dim))
 ATTENTION = (
-    *MOSAIC_LISTS,
-    *MOSAIC_DENSE,
-    *MOSAIC,
+    *_by_head_dim((*LISTS_BETWEEN, *MOSAIC_LISTS)),
+    *_by_head_dim((*DENSE_BETWEEN, *MOSAIC_DENSE)),
+    *_by_head_dim((*BETWEEN, *MOSAIC)),
     *TRITON,
     # TRITON has Hopper's own blocks in 16 bits.
     *(row for row in SM80.attention if row.bits != 16),

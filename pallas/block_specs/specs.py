@@ -54,6 +54,8 @@ class AttentionForwardSm90:
     bounded_from, bounded_from_limited, bounded_from_lists: the least number of keys per query with which `bounded`
       takes effect, for plain or causal calls, for calls with a window or segments, and for calls with block lists.
     one_launch_max_tiles: calls with up to this number of tiles per SM run in one launch.
+    atom: the columns of a swizzle atom in shared memory, 64, 32 or 16. The head_dims of key and value are padded to
+      multiples of it. Copies are the faster, the wider it is.
     """
 
     compute_warpgroups: int
@@ -70,9 +72,12 @@ class AttentionForwardSm90:
     bounded_from_limited: int = dataclasses.field(default=8192, repr=False)
     bounded_from_lists: int = dataclasses.field(default=3072, repr=False)
     one_launch_max_tiles: int = dataclasses.field(default=4, repr=False)
+    atom: int = 64
 
     def __post_init__(self) -> None:
-        positive(self, compute_warpgroups=1, block_kv=64, stages=1, head_group=1)
+        if self.atom not in (16, 32, 64):
+            raise ValueError(f"AttentionForwardSm90.atom={self.atom} must be 16, 32 or 64")
+        positive(self, compute_warpgroups=1, block_kv=self.atom, stages=1, head_group=1)
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardSm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
 
@@ -151,6 +156,8 @@ class AttentionBackwardSm90:
     v_stages: the number of blocks of values in shared memory, for persistent CTAs. With two, the next values need not
       wait for this block's last step.
     dquery: the blocks of the dquery kernel of a deterministic backward; None if dquery is summed in order of arrival.
+    wider_if_deterministic: whether tiles of a deterministic backward are wider, so that it runs with block_q = 64 and
+      do_stages = 1.
     """
 
     block_q: int
@@ -165,6 +172,7 @@ class AttentionBackwardSm90:
     persistent: bool = False
     v_stages: int = 1
     dquery: AttentionDquerySm90 | None = None
+    wider_if_deterministic: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         positive(self, block_q=64, q_stages=1, do_stages=1, head_group=1, v_stages=1)

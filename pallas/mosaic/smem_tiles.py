@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_kernels.pallas.kernel_types import Barrier, Ref
 from jax_kernels.pallas.mosaic import interpreter
-from jax_kernels.pallas.mosaic.layouts import ROWS, SWIZZLED
+from jax_kernels.pallas.mosaic.layouts import ROWS, swizzle
 from jax_kernels.pallas.mosaic.registers import recomputed
 from jax_kernels.pallas.mosaic.scratch import smem_ref
 
@@ -29,15 +29,27 @@ class SmemTiles:
     whole: with any_rows, whether all columns are one chunk, because a wgmma takes them all. If so, each copy takes
       8 rows of 64 columns, which is too slow for the forward.
     swizzled: whether wgmma reads the tiles; otherwise their rows are plain.
+    atom: the layout is that of tiles with this number of columns (layouts.swizzle); None is `columns`. any_rows needs
+      atoms of 64 columns.
+    chunked: whether a chunk has 64 columns without any_rows, too.
 
     The interpreter copies any number of rows without these limits.
     """
 
-    def __init__(self, columns: int, any_rows: bool, *, whole: bool = False, swizzled: bool = True):
+    def __init__(
+        self,
+        columns: int,
+        any_rows: bool,
+        *,
+        whole: bool = False,
+        swizzled: bool = True,
+        atom: int | None = None,
+        chunked: bool = False,
+    ):
         self.any_rows = any_rows and swizzled
         self.whole = self.any_rows and whole and columns > 64
-        self.transforms = SWIZZLED if swizzled else ()
-        self.width = 64 if self.any_rows and not self.whole else columns
+        self.transforms = swizzle(columns if atom is None else atom) if swizzled else ()
+        self.width = 64 if (self.any_rows or chunked) and not self.whole else columns
         self.count = columns // self.width
         # Whether copies use other tiles of the memory than wgmma, and whether each copy has 8 rows.
         self.retiled = self.any_rows and not interpreter.INTERPRETED
@@ -95,10 +107,10 @@ class SmemTiles:
         """Cuts an array [rows, columns] in registers into its chunks of columns, each [rows, width]."""
         return [x] if self.count == 1 else [x[:, self.width * c : self.width * (c + 1)] for c in range(self.count)]
 
-    def sixty_four(self, smem: Ref, start: int) -> Ref:
-        """The part of a tile in shared memory that has the 64 columns from `start` on. smem: [chunks, rows, width]."""
+    def columns(self, smem: Ref, start: int, count: int = 64) -> Ref:
+        """The part of a tile in shared memory that has `count` columns from `start` on. smem: [chunks, rows, width]."""
         c, start = divmod(start, self.width)
-        return smem.at[c, :, start : start + 64] if self.width > 64 else smem.at[c]
+        return smem.at[c, :, start : start + count] if self.width > count else smem.at[c]
 
 
 def has_odd_length(*arrays: jax.Array) -> bool:

@@ -417,8 +417,8 @@ def prepared_lists(choice: Choice, inputs: AttentionInputs, options: AttentionOp
             return tuple(lists_triton.prepared_lists(inputs, options, blocks, by=by) for blocks, by in sides)
         if choice.implementation != "mosaic_gpu":
             return ()
-        widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
-        of_backward = backward_sm90.listed_blocks(choice.config.backward, widest, options)
+        head_dims = inputs.query.shape[-1], inputs.value.shape[-1]
+        of_backward = backward_sm90.listed_blocks(choice.config.backward, *head_dims, options)
         every = [forward_sm90.listed_blocks(choice.config.forward), *of_backward]
         interpret = interpreting()
         return tuple(block_lists.prepared_lists(inputs, options, **blocks, interpret=interpret) for blocks in every)

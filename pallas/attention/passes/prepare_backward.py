@@ -46,7 +46,7 @@ def takes(out: Float[Array, "B T H Dv"], width: int, block_q: int) -> bool:
 
 def _rows_of(v_head_dim: int, width: int, block_q: int) -> int:
     """The number of queries of a program: a power of 2 that divides block_q."""
-    return min(ELEMENTS // max(padded(v_head_dim), width), block_q & -block_q)
+    return min(ELEMENTS // max(padded(v_head_dim), padded(width)), block_q & -block_q)
 
 
 def rows_of(
@@ -88,7 +88,7 @@ def rows_of(
         plgpu.store(new_lse_ref, jnp.where(dead, jnp.inf, lse * LOG2E))
         plgpu.store(delta_ref, delta)
         for ref in dquery_ref:
-            plgpu.store(ref, jnp.zeros((block, width), jnp.float32), mask=head_mask(exists, block, width))
+            plgpu.store(ref, jnp.zeros((block, padded(width)), jnp.float32), mask=head_mask(exists, block, width))
 
     row_spec = pl.BlockSpec((None, None, block), lambda h, i, b: (b, h, i))
     head_spec = lambda columns: pl.BlockSpec((None, block, None, columns), lambda h, i, b: (b, i, h, 0))
@@ -99,7 +99,7 @@ def rows_of(
         kernel,
         grid=(heads, whole // block, batch),
         in_specs=[head_spec(columns)] * 2 + [row_spec] * (1 + has_dlse),
-        out_specs=[row_spec] * 2 + [head_spec(width)] * zeros,
+        out_specs=[row_spec] * 2 + [head_spec(padded(width))] * zeros,
         out_shape=result_types(shapes, *arrays),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,

@@ -28,9 +28,10 @@ from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward.load import load_tiles
 from jax_kernels.pallas.attention.sm90.backward.loop import WorkTile
 from jax_kernels.pallas.attention.sm90.backward.state import Kernel, KernelBarriers, Results, Smem
-from jax_kernels.pallas.attention.sm90.backward.step import Accumulators, Carry, first_scores, mma_step
+from jax_kernels.pallas.attention.sm90.backward.step import LATE_P, Accumulators, Carry, first_scores, mma_step
 from jax_kernels.pallas.attention.sm90.backward.store import epilogue
-from jax_kernels.pallas.attention.sm90.backward.traits import COMPUTE_WGS, Traits
+from jax_kernels.pallas.attention.sm90.backward.traits import Traits
+from jax_kernels.pallas.attention.sm90.backward.widths import COMPUTE_WGS
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.kernel_types import Index, needed
 from jax_kernels.pallas.mosaic.launch import launch
@@ -58,7 +59,7 @@ def key_gradients(
     Hkv, a multiple of the block of keys], summed over the queries of a key head's query heads. With a softcap,
     bias_gradient must be False: dbias would have the softcap's derivative as a factor, which is wrong.
 
-    arrays: the head_dim of all arrays is 64, 128 or 256. lse (in base 2, or natural units under a score_mod that may
+    arrays: their head_dims are Widths. lse (in base 2, or natural units under a score_mod that may
     mask) and delta are [B, H, a multiple of block_q] float32. kv_length: the unpadded number of keys. With
     options.float32_gradients, dkey and dvalue may have up to 7 more rows than key.
     """
@@ -71,8 +72,9 @@ def key_gradients(
         core_count=core_count,
         interpret=interpret,
     )
-    schedule, head_dim = traits.schedule, traits.head_dim
-    arrays = dataclasses.replace(arrays, **schedule.shared(2, head_dim, warpgroups=COMPUTE_WGS))
+    schedule, widths = traits.schedule, traits.widths
+    widest = max(widths.key, widths.value)
+    arrays = dataclasses.replace(arrays, **schedule.shared(2, widest, warpgroups=COMPUTE_WGS))
     barriers = KernelBarriers.wanted(traits)
     leaves, tree = jax.tree.flatten(arrays)
 
@@ -89,12 +91,12 @@ def key_gradients(
         )
 
     batch, keys = arrays.key.shape[:2]
-    shape = jax.ShapeDtypeStruct((batch, keys, schedule.kv_heads, head_dim), traits.dtype)
-    shapes = [shape, shape]
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=traits.dtype)
+    shapes = [shape((batch, keys, schedule.kv_heads, columns)) for columns in (widths.key, widths.value)]
     if options.float32_gradients:
         # They are stored through a tile of dquery, whose rows are whole swizzle atoms.
         rows = pl.cdiv(keys, 8) * 8
-        shapes = [jax.ShapeDtypeStruct((2 * batch, rows, *shape.shape[2:]), jnp.float32)]
+        shapes = [shape((2 * batch, rows, schedule.kv_heads, widest), dtype=jnp.float32)]
     rows = pl.cdiv(kv_length, traits.block_kv) * traits.block_kv
     dbias = [jax.ShapeDtypeStruct((batch, schedule.kv_heads, rows), jnp.float32)] if bias_gradient else []
     results = launch(
@@ -108,7 +110,7 @@ def key_gradients(
     )(*leaves)
     found = results_of(results)
     if options.float32_gradients:
-        return found._replace(dkey=found.dkey[:batch], dvalue=found.dvalue[batch:])
+        return found._replace(dkey=found.dkey[:batch], dvalue=found.dvalue[batch:])  # the caller cuts the columns
     return found
 
 
@@ -159,9 +161,9 @@ def _compute_tile(
     )
     if traits.scores_ahead and not traits.is_persistent:
         plgpu.barrier_wait(barriers.q_ready.at[0])
-    accs = [plgpu.ACC((64, traits.q_tiles.width))] * traits.parts
+    accs = [plgpu.ACC((64, tiles.width)) for tiles in (traits.q_tiles, traits.do_tiles) for _ in range(traits.parts)]
     dk, dv, steps, carry = pl.run_scoped(
-        lambda *accs: _q_loop(work, Accumulators(accs[: traits.parts], accs[traits.parts :]), scores), *accs, *accs
+        lambda *accs: _q_loop(work, Accumulators(accs[: traits.parts], accs[traits.parts :]), scores), *accs
     )
     epilogue(work, dk, dv, carry.dbias)
     return (needed(kernel.smem.tile)[(turn + 1) & 1], (steps, carry.scores)) if traits.is_persistent else None
@@ -190,4 +192,6 @@ def _q_loop(work: WorkTile, accs: Accumulators, scores: jax.Array | None) -> tup
             _, carry = lax.while_loop(more, next_step, (jnp.int32(0), carry))
         else:
             carry = lax.fori_loop(0, work.q_loop.steps, step, carry)
-    return [acc[...] for acc in accs.dk], [acc[...] for acc in accs.dv], steps, carry
+    dk, dv = [acc[...] for acc in accs.dk], [acc[...] for acc in accs.dv]
+    dv = [part * (1 / LATE_P) for part in dv] if traits.late_dp else dv
+    return dk, dv, steps, carry

@@ -22,7 +22,7 @@ from jax_kernels.pallas.attention.sm90.backward import (
 )
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward.load import KEYS_AT_ONCE
-from jax_kernels.pallas.attention.sm90.backward.traits import block_kv_of
+from jax_kernels.pallas.attention.sm90.backward.widths import Widths
 from jax_kernels.pallas.attention.sm90.features import bias as bias_sm90
 from jax_kernels.pallas.attention.sm90.features import block_lists, tail_block
 from jax_kernels.pallas.attention.sm90.features import score_mod as score_mod_sm90
@@ -78,7 +78,7 @@ def makes_rows(
     """
     if not (inputs.bias is None and inputs.score_mod is None and options.query_heads is None):
         return False
-    return prepare_backward.takes(out, _width_of(inputs), _whole_rows(options, config))
+    return prepare_backward.takes(out, _widths_of(inputs, options, config).key, _whole_rows(options, config))
 
 
 def attention_backward(
@@ -113,7 +113,8 @@ def attention_backward(
     The kernel adds dquery in order of arrival, and may add dkey and dvalue the same way, if it splits the last work
     tiles into parts. If options.deterministic, another kernel sums dquery in the order of the keys.
     """
-    width = _width_of(inputs)
+    config = _fitting(config, options)
+    widths = _widths_of(inputs, options, config)
     axes = varying_axes(inputs, lse, delta, dout, out, dlse)
     # Inside shard_map a kernel takes no ref that varies: a given dquery is added after the kernel.
     adds = dquery is not None and not axes
@@ -121,7 +122,7 @@ def attention_backward(
         inputs,
         options,
         Given(lse=lse, delta=delta, dout=dout, lse_lo=lse_lo, out=out, dlse=dlse),
-        width=width,
+        widths=widths,
         zeros=not (options.deterministic or adds or axes),
         config=config,
         interpret=interpret,
@@ -133,7 +134,7 @@ def attention_backward(
         start = jax.lax.optimization_barrier(dquery) if adds else prepared.zeros
         if start is None:
             start = jnp.zeros(arrays.query.shape if dquery is None else dquery.shape, jnp.float32)
-        arrays = dataclasses.replace(arrays, dquery=cast(Ref, jax.new_ref(pad_for_tma(start, width))))
+        arrays = dataclasses.replace(arrays, dquery=cast(Ref, jax.new_ref(pad_for_tma(start, widths.key))))
     dk, dv, dbias = backward_kernel.key_gradients(
         arrays,
         options,
@@ -152,7 +153,7 @@ def attention_backward(
         if dquery is None:
             dq = (dq * options.scale).astype(jnp.float32 if options.float32_gradients else inputs.query.dtype)
         elif not adds:
-            dq = dq + pad_for_tma(dquery, width)
+            dq = dq + pad_for_tma(dquery, widths.key)
     if dbias is not None and inputs.bias is not None:
         shared = tuple(axis for axis in (0, 1) if inputs.bias.shape[axis] == 1)
         dbias = dbias[:, :, None, :kv_length].sum(shared, keepdims=True).astype(inputs.bias.dtype)
@@ -166,22 +167,22 @@ def _prepared(
     options: AttentionOptions,
     given: Given,
     *,
-    width: int,
+    widths: Widths,
     zeros: bool,
     config: AttentionBackwardSm90,
     interpret: bool,
 ) -> Prepared:
     """The inputs, options and padded arrays of a call for its backward kernels.
 
-    width: the head dim that the kernels are compiled for, 64, 128 or 256. zeros: whether a pass may make the zeros of
+    widths: the columns of the kernels' tiles. zeros: whether a pass may make the zeros of
     dquery.
     """
     query, key, value = inputs[:3]
-    block_kv = block_kv_of(width)
+    block_kv = widths.block_kv
     dq_block_kv = 0 if config.dquery is None else config.dquery.block_kv
     lists, *dq_lists = (
         block_lists.lists_of(inputs, options, **blocks, interpret=interpret)
-        for blocks in listed_blocks(config, width, options)
+        for blocks in listed_blocks(config, query.shape[-1], value.shape[-1], options)
     )
     mod = score_mod_sm90.mod_of(inputs, options, max(dquery_state.BLOCK_Q, config.block_q), max(dq_block_kv, block_kv))
     if given.delta is None:
@@ -192,15 +193,16 @@ def _prepared(
             given.lse,
             given.dlse,
             block_q=_whole_rows(options, config),
-            width=width,
+            width=widths.key,
             zeros=zeros,
             interpret=interpret,
         )
     else:
         natural = mod is not None and mod.may_mask
         dout, rows = _rows(inputs, given, natural=natural, block_q=_whole_rows(options, config))
-    any_rows = not options.deterministic
-    q, k, v, do = (pad_for_tma(x, width, any_rows=any_rows) for x in (query, key, value, dout))
+    any_rows = not options.deterministic and widths.takes_any_rows
+    q, k = (pad_for_tma(x, widths.key, any_rows=any_rows) for x in (query, key))
+    v, do = (pad_for_tma(x, widths.value, any_rows=any_rows) for x in (value, dout))
     end = tail_block.clean_end(inputs, k, v, KEYS_AT_ONCE)
     dq_end = tail_block.clean_end(inputs, k, v, dq_block_kv) if options.deterministic else None
     if lists is not None:
@@ -284,15 +286,19 @@ def _has_bias_gradient(inputs: AttentionInputs, options: AttentionOptions) -> bo
     return inputs.bias.shape[1] in (1, inputs.key.shape[2])
 
 
-def listed_blocks(config: AttentionBackwardSm90, widest: int, options: AttentionOptions) -> list[dict[str, Any]]:
+def listed_blocks(
+    config: AttentionBackwardSm90, head_dim: int, v_head_dim: int, options: AttentionOptions
+) -> list[dict[str, Any]]:
     """The keyword arguments of block_lists.lists_of for each kernel of a call: block_q, block_kv, by and
     head_group.
 
     The first dict is for the kernel of dkey and dvalue, with by="key". If options.deterministic, a second dict is for
-    the kernel of dquery, with by="query". widest: the larger of the head dims of query and value.
+    the kernel of dquery, with by="query". head_dim, v_head_dim: of query and of value.
     """
-    width, together = _width(widest), {"head_group": config.head_group}
-    of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}
+    config = _fitting(config, options)
+    widths = Widths.of(head_dim, v_head_dim, config.block_q, deterministic=options.deterministic)
+    together = {"head_group": config.head_group}
+    of_keys = {"block_q": config.block_q, "block_kv": widths.block_kv, "by": "key"}
     every = [of_keys]
     if options.deterministic:
         assert config.dquery is not None, config
@@ -300,11 +306,14 @@ def listed_blocks(config: AttentionBackwardSm90, widest: int, options: Attention
     return [blocks | together for blocks in every]
 
 
-def _width_of(inputs: AttentionInputs) -> int:
-    """The head dim that the kernels are compiled for, for these inputs."""
-    return _width(max(inputs.query.shape[-1], inputs.value.shape[-1]))
+def _widths_of(inputs: AttentionInputs, options: AttentionOptions, config: AttentionBackwardSm90) -> Widths:
+    """The columns of the kernels' tiles for these inputs."""
+    head_dims = inputs.query.shape[-1], inputs.value.shape[-1]
+    return Widths.of(*head_dims, config.block_q, deterministic=options.deterministic)
 
 
-def _width(widest: int) -> int:
-    """The head dim that the kernels are compiled for: the smallest of 64, 128 and 256 that is at least `widest`."""
-    return next(w for w in (64, 128, 256) if w >= widest)
+def _fitting(config: AttentionBackwardSm90, options: AttentionOptions) -> AttentionBackwardSm90:
+    """The row's blocks; for a deterministic backward, whose tiles may be wider than the row's, blocks that fit them."""
+    if not (options.deterministic and config.wider_if_deterministic):
+        return config
+    return dataclasses.replace(config, block_q=64, do_stages=1)

@@ -13,6 +13,7 @@ from jax_kernels.pallas.attention.sm90.features import head_views
 from jax_kernels.pallas.kernel_types import Index, Ref, Slice, needed
 from jax_kernels.pallas.mosaic.barriers import BarrierSlice
 from jax_kernels.pallas.mosaic.registers import recomputed
+from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles
 
 KEYS_AT_ONCE = 64
 
@@ -21,13 +22,16 @@ KEYS_AT_ONCE = 64
 class RowLoads:
     """An array of rows that the memory warpgroup loads, e.g. the queries, with its stages in shared memory.
 
-    gmem: the rows in device memory, [B, T, H, D]. numbers: one value per row, [B, H, T], lse or delta. smem,
+    gmem: the rows in device memory, [B, T, H, columns]. width: the columns of a part of them. tiles: their layout in
+    shared memory. numbers: one value per row, [B, H, T], lse or delta. smem,
     numbers_smem: [stages, ...] in shared memory. ready, free: the barriers of the stages. ids, ids_smem: segment ids,
     None if they are not loaded with these rows. steps_smem: for queries in a persistent CTA, the shared memory to
     which the memory warpgroup writes each step's StepNumbers; else None.
     """
 
     gmem: Ref
+    width: int
+    tiles: SmemTiles
     numbers: Ref
     smem: Ref
     numbers_smem: Ref
@@ -44,6 +48,8 @@ class RowLoads:
         arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
         return cls(
             gmem=arrays.query,
+            width=kernel.traits.width,
+            tiles=kernel.traits.q_tiles,
             numbers=arrays.lse,
             smem=smem.q.tma,
             numbers_smem=smem.lse,
@@ -61,6 +67,8 @@ class RowLoads:
         arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
         return cls(
             gmem=arrays.dout,
+            width=kernel.traits.v_width,
+            tiles=kernel.traits.do_tiles,
             numbers=arrays.delta,
             smem=smem.do.tma,
             numbers_smem=smem.delta,
@@ -127,8 +135,8 @@ class StepLoads:
         ready = loads.ready.at[slot]
         q_head_of, _ = head_views.head_maps(traits.options)
         for half in range(traits.halves):
-            source = loads.gmem.at[b, rows, q_head_of(head), pl.ds(traits.width * half, traits.width)]
-            traits.q_tiles.load(source, loads.smem.at[slot, half], ready)
+            source = loads.gmem.at[b, rows, q_head_of(head), pl.ds(loads.width * half, loads.width)]
+            loads.tiles.load(source, loads.smem.at[slot, half], ready)
         b, head, rows = self.place_again()
         plgpu.copy_gmem_to_smem(loads.numbers.at[b, head, rows], loads.numbers_smem.at[slot], ready)
         if loads.ids is not None:
@@ -197,10 +205,10 @@ def _load_block(kernel: Kernel, tile: Index, turn: Index, *, keys: bool = True, 
         def load(k_gmem, v_gmem, start, r=r):
             rows = pl.ds(start, KEYS_AT_ONCE)
             for c in range(traits.chunks if keys else 0):
-                source = k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)]
+                source = k_gmem.at[b, rows, kv_head, pl.ds(traits.chunk * c, traits.chunk)]
                 traits.k_tiles.load(source, smem.k.tma.at[stages.k, c, r], k_ready)
             for half in range(traits.halves if values else 0):
-                source = v_gmem.at[b, rows, kv_head, pl.ds(traits.width * half, traits.width)]
+                source = v_gmem.at[b, rows, kv_head, pl.ds(traits.v_width * half, traits.v_width)]
                 traits.v_tiles.load(source, smem.v.tma.at[stages.v, r, half], v_ready)
 
         whole = functools.partial(load, arrays.key, arrays.value, start)

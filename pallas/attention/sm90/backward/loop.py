@@ -49,8 +49,8 @@ class WorkTile:
 
 
 class DqBlock(NamedTuple):
-    """A 64 x 64 block of dquery: columns from 64 * chunk on, and queries from 64 * row on, counted within the step's
-    block of queries.
+    """A block of dquery: the columns of chunk number `chunk`, and 64 queries from 64 * row on, counted within the
+    step's block of queries.
     """
 
     chunk: Any
@@ -187,7 +187,7 @@ class QStep:
         return jnp.where(keep, s, -jnp.inf)
 
     def dq_blocks(self) -> list[DqBlock]:
-        """The 64 x 64 blocks of the step's dquery that this warpgroup computes and stores."""
+        """The blocks of the step's dquery that this warpgroup computes and stores."""
         traits = self.traits
         if traits.splits_columns:
             return [DqBlock(self.wg * traits.dq_blocks + i, 0) for i in range(traits.dq_blocks)]

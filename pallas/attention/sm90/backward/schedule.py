@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
+from jax_kernels.pallas.attention.sm90.backward.widths import Widths
 from jax_kernels.pallas.attention.sm90.features import head_views
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.kernel_types import Index
@@ -118,11 +119,12 @@ class Schedule:
         may_split = visits_all and not bias_gradient and arrays.dquery is not None
         if may_split and arrays.lists is None and arrays.bounds is None:
             split = SplitTail.of(shape.tiles, pl.cdiv(q_length, config.block_q) * group, core_count)
-        # Two stages of keys do not fit at head_dim 256 (blocks of 64). The sums of a bias, a softcap and a score_mod
-        # leave no spare registers, nor do copies of any number of rows at head_dim 128.
+        # A persistent CTA issues scores ahead. Two stages of keys do not fit above head_dim 128. The sums of a bias, a
+        # softcap and a score_mod leave no spare registers, nor do copies of any number of rows at head_dim 128.
         any_rows = arrays.query.shape[-1] > 64 and has_odd_length(arrays.query, arrays.key)
         has_extra = bias_gradient or any_rows or options.softcap is not None or arrays.mod is not None
-        can_persist = block_kv > 64 and split.parts == 1 and not has_extra
+        widths = Widths(key=arrays.query.shape[-1], value=arrays.value.shape[-1], block_q=config.block_q)
+        can_persist = widths.scores_ahead and split.parts == 1 and not has_extra
         is_persistent = config.persistent and can_persist and shape.tiles > core_count
         return cls(
             options=options,

@@ -11,11 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward.schedule import KeyBlock, QLoop, Schedule
-from jax_kernels.pallas.attention.sm90.backward.traits import COMPUTE_WGS, Traits
+from jax_kernels.pallas.attention.sm90.backward.traits import Traits
+from jax_kernels.pallas.attention.sm90.backward.widths import COMPUTE_WGS
 from jax_kernels.pallas.attention.sm90.features.bias import Stage
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.mosaic.barriers import Barriers, BarrierSlice
-from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_F32
+from jax_kernels.pallas.mosaic.layouts import swizzle, swizzle_float32
 from jax_kernels.pallas.mosaic.scratch import smem_ref
 
 
@@ -66,12 +67,12 @@ class TileRefs(NamedTuple):
 class Smem:
     """A CTA's shared memory, allocated in the order of the fields. None: the call does not need it.
 
-    k, v, q, do: keys, values, queries and dout, [stages, ...] in the layouts Traits.k_tiles, v_tiles and q_tiles. ds:
-    [warpgroups, chunks of queries, 64, 64], a step's dS^T. dq: [warpgroups, 64, 64] float32, on its way to device
-    memory. lse, delta, ids: [stages, block_q], lse, delta and segment ids of a step's queries. barriers: arrays of
-    barriers, from which KernelBarriers takes its fields. bias: of a step. arrived: [warpgroups] int32, how many parts
-    of a split work tile have finished. dbias: [warpgroups, 64] float32. tile: [stages of keys] int32, indices of work
-    tiles. steps: [stages, ...] of StepNumbers.
+    k, v, q, do: keys, values, queries and dout, [stages, ...] in the layouts Traits.k_tiles, v_tiles, q_tiles and
+    do_tiles. ds: [warpgroups, chunks of queries, 64, 64], a step's dS^T. dq: [warpgroups, 64, chunk] float32, on its
+    way to device memory. lse, delta, ids: [stages, block_q], lse, delta and segment ids of a step's queries. barriers:
+    arrays of barriers, from which KernelBarriers takes its fields. bias: of a step. arrived: [warpgroups] int32, how
+    many parts of a split work tile have finished. dbias: [warpgroups, 64] float32. tile: [stages of keys] int32,
+    indices of work tiles. steps: [stages, ...] of StepNumbers.
     """
 
     k: TileRefs
@@ -101,9 +102,9 @@ class Smem:
             k=to_view(traits.k_tiles.scratch(schedule.k_stages, traits.chunks, key_groups, 64, dtype=dtype)),
             v=to_view(traits.v_tiles.scratch(schedule.v_stages, key_groups, halves, 64, dtype=dtype)),
             q=to_view(traits.q_tiles.scratch(q_stages, halves, block_q, dtype=dtype)),
-            do=to_view(traits.q_tiles.scratch(do_stages, halves, block_q, dtype=dtype)),
-            ds=smem_ref((COMPUTE_WGS, traits.q_chunks, 64, 64), dtype, transforms=SWIZZLED),
-            dq=smem_ref((COMPUTE_WGS, 64, 64), jnp.float32, transforms=SWIZZLED_F32),
+            do=to_view(traits.do_tiles.scratch(do_stages, halves, block_q, dtype=dtype)),
+            ds=smem_ref((COMPUTE_WGS, traits.q_chunks, 64, 64), dtype, transforms=swizzle(traits.chunk)),
+            dq=smem_ref((COMPUTE_WGS, 64, traits.chunk), jnp.float32, transforms=swizzle_float32(traits.chunk)),
             lse=smem_ref((q_stages, block_q), jnp.float32),
             delta=smem_ref((do_stages, block_q), jnp.float32),
             ids=smem_ref((q_stages, block_q), jnp.int32) if traits.has_segments else None,
@@ -122,7 +123,7 @@ class Smem:
             k=TileRefs(*traits.k_tiles.views(cast(Ref, self.k))),
             v=TileRefs(*traits.v_tiles.views(cast(Ref, self.v))),
             q=TileRefs(*traits.q_tiles.views(cast(Ref, self.q))),
-            do=TileRefs(*traits.q_tiles.views(cast(Ref, self.do))),
+            do=TileRefs(*traits.do_tiles.views(cast(Ref, self.do))),
         )
 
 
@@ -163,6 +164,7 @@ class KernelBarriers:
         k_copies = traits.key_groups * traits.chunks
         v_copies = traits.key_groups * halves * traits.v_tiles.copies(64)
         q_copies = halves * traits.q_tiles.copies(traits.block_q) + 1
+        do_copies = halves * traits.do_tiles.copies(traits.block_q) + 1
         if is_persistent:
             wanted = {"k_ready": (schedule.k_stages, k_copies + 1), "v_ready": (schedule.v_stages, v_copies)}
             wanted |= {"k_free": (1, COMPUTE_WGS), "v_free": (1, COMPUTE_WGS)}
@@ -170,7 +172,7 @@ class KernelBarriers:
             wanted = {"k_ready": (1, k_copies + v_copies)}
         wanted |= {
             "q_ready": (q_stages, q_copies + traits.has_segments + is_persistent),
-            "do_ready": (do_stages, q_copies),
+            "do_ready": (do_stages, do_copies),
             "q_free": (q_stages, COMPUTE_WGS),
             "do_free": (do_stages, COMPUTE_WGS),
             "ds_ready": (1, COMPUTE_WGS),
@@ -192,7 +194,7 @@ class KernelBarriers:
 class Results[A: jax.Array | Ref](NamedTuple):
     """The gradients that the kernel writes, in device memory.
 
-    dkey, dvalue: [B, S, Hkv, D]. dbias: of a bias per key, float32 [B, Hkv, whole blocks of keys]; None if not
+    dkey, dvalue: [B, S, Hkv, columns]. dbias: of a bias per key, float32 [B, Hkv, whole blocks of keys]; None if not
     requested.
     """
 

@@ -6,20 +6,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90.backward import scores as scores_sm90
 from jax_kernels.pallas.attention.sm90.backward.loop import DqBlock, QStep, WorkTile
 from jax_kernels.pallas.attention.sm90.backward.state import Kernel
-from jax_kernels.pallas.attention.sm90.backward.traits import COMPUTE_WGS
+from jax_kernels.pallas.attention.sm90.backward.widths import COMPUTE_WGS
 from jax_kernels.pallas.kernel_types import AccumulatorRef, Index, Ref, needed
 from jax_kernels.pallas.mosaic.layouts import COLUMN
 from jax_kernels.pallas.mosaic.registers import recomputed, zeros_stay
 
+# With Traits.late_dp P has this factor, so that float16 has room for P down to 2e-9 without loss. dvalue's sums have it
+# too.
+LATE_P_LOG2 = 15
+LATE_P = 2.0**LATE_P_LOG2
+
 
 class Accumulators(NamedTuple):
-    """The float32 sums of dkey and dvalue in registers: [64 keys, columns], one array per part of the columns."""
+    """The float32 sums of dkey and dvalue in registers: [64 keys, columns], one array per part of the columns.
+
+    dv: with the factor LATE_P if Traits.late_dp.
+    """
 
     dk: tuple[AccumulatorRef, ...]
     dv: tuple[AccumulatorRef, ...]
@@ -75,15 +84,18 @@ def mma_step(work: WorkTile, accs: Accumulators, i: Index, carry: Carry) -> Carr
     if p is not None:  # otherwise its matmul is already issued, behind dP's
         # dV += P^T dO
         _add_product(accs.dv, p, smem.do.mma.at[step.do_slot, step.half])
+    if traits.late_dp:
+        _add_late(step, accs, ds)
+        return Carry(scores=None, dbias=dbias, goes_on=None)
     _give_ds(step, ds)
     following = _next_step(step)
     if traits.exchanges_ds:
         plgpu.barrier_wait(barriers.ds_ready.at[0])
     # dK += dS^T Q, dQ += dS K
     if traits.has_dquery:
-        pl.run_scoped(functools.partial(_add_dk_and_dq, step, accs, ds), plgpu.ACC((64, 64)))
+        pl.run_scoped(functools.partial(_add_dk_and_dq, step, accs, ds), plgpu.ACC((64, traits.chunk)))
         for dq_block in step.dq_blocks()[1:]:
-            pl.run_scoped(functools.partial(_add_dq, step, dq_block), plgpu.ACC((64, 64)))
+            pl.run_scoped(functools.partial(_add_dq, step, dq_block), plgpu.ACC((64, traits.chunk)))
     else:
         _add_dk(step, accs, ds)
     if not traits.scores_ahead:
@@ -106,14 +118,14 @@ def first_scores(kernel: Kernel) -> jax.Array:
 
 
 def issue_scores(kernel: Kernel, s_acc: AccumulatorRef, k_stage: Index, key_group: Index, slot: Index) -> None:
-    """Issues S^T = K Q^T into the accumulator s_acc, a group of matmuls per chunk of 64 columns of head_dim.
+    """Issues S^T = K Q^T into the accumulator s_acc, a group of matmuls per chunk of columns.
 
     k_stage, key_group: the stage of keys, and which 64 keys of it. slot: the stage of queries.
     """
     traits, smem = kernel.traits, kernel.smem
     for c in range(traits.chunks):
-        half, start = divmod(64 * c, traits.width)
-        queries = traits.q_tiles.sixty_four(smem.q.mma.at[slot, half], start)
+        half, start = divmod(traits.chunk * c, traits.width)
+        queries = traits.q_tiles.columns(smem.q.mma.at[slot, half], start, traits.chunk)
         plgpu.wgmma(s_acc, smem.k.mma.at[k_stage, c, key_group, 0], queries.T)
 
 
@@ -134,6 +146,10 @@ def _p_and_ds_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: ja
     of_scores = lambda dp_acc, s_acc: _p_and_ds(step, accs, s, dbias, dp_acc, s_acc)
     if traits.scores_ahead:
         return pl.run_scoped(lambda dp_acc: of_scores(dp_acc, None), acc)
+    if traits.late_dp:
+        p, sloped = pl.run_scoped(functools.partial(_rounded_p, step), acc)
+        plgpu.barrier_wait(kernel.barriers.do_ready.at[step.do_slot])
+        return pl.run_scoped(functools.partial(_late_ds, step, p, sloped, dbias), acc)
 
     def issued_first(s_acc):
         issue(s_acc)
@@ -145,6 +161,87 @@ def _p_and_ds_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: ja
         return of_scores(dp_acc, s_acc)
 
     return pl.run_scoped(issued_first, acc) if traits.waits_late else pl.run_scoped(issued_together, acc, acc)
+
+
+def _issue_dp(step: QStep, dp_acc: AccumulatorRef) -> None:
+    """Issues dP^T = V dO^T into the accumulator dp_acc."""
+    traits, smem = step.traits, step.kernel.smem
+    for half in range(traits.halves):
+        for c in range(traits.v_tiles.count):
+            dout = smem.do.mma.at[step.do_slot, half]
+            dout = dout.at[0] if traits.v_tiles.count == 1 else traits.do_tiles.columns(dout, 64 * c)
+            plgpu.wgmma(dp_acc, smem.v.mma.at[step.v_stage, step.key_group, half, c], dout.T)
+
+
+def _rounded_p(step: QStep, s_acc: AccumulatorRef) -> tuple[jax.Array, jax.Array]:
+    """(P^T, P^T times the slope of softcap or score_mod), [64, block_q], for Traits.late_dp.
+
+    Both have the factor LATE_P and 16 bits: float16, which has three more bits than bfloat16, or bfloat16 if a
+    score_mod's slope may be large. It issues S^T = K Q^T into s_acc, and waits for it.
+    """
+    traits, kernel = step.traits, step.kernel
+    issue_scores(kernel, s_acc, step.k_stage, step.key_group, step.slot)
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+    # P^T = exp2(S^T - lse)
+    scores = scores_sm90.final_scores(step, s)
+    lse = plgpu.load(kernel.smem.lse.at[step.slot], layout=COLUMN, optimized=False)
+    in_lse = not (traits.has_bias or traits.has_mod)  # P is exp2(scores - lse), without a limit
+    lse = lse - LATE_P_LOG2 if in_lse else lse
+    p = scores_sm90.probabilities(step, scores, scores_sm90.logits(step, scores), lse)
+    p = p if in_lse else p * LATE_P
+    # The barriers keep LLVM from rounding later, where P in float32 would spill.
+    p16 = lax.optimization_barrier(p.astype(jnp.float16))
+    if not (traits.options.softcap or traits.has_slope):
+        return p16, p16
+    sloped = scores_sm90.times_slope(step, p, scores)
+    return p16, lax.optimization_barrier(sloped.astype(jnp.bfloat16 if traits.has_slope else jnp.float16))
+
+
+def _late_ds(step: QStep, p: jax.Array, sloped: jax.Array, dbias: jax.Array | None, dp_acc: AccumulatorRef) -> PAndDS:
+    """PAndDS of a step with Traits.late_dp, including its matmul V dO^T. p, sloped: from _rounded_p."""
+    traits = step.traits
+    _issue_dp(step, dp_acc)
+    # dS^T = P^T (dP^T - delta)
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+    delta = plgpu.load(step.kernel.smem.delta.at[step.do_slot], layout=COLUMN, optimized=False) / LATE_P
+    ds = sloped.astype(jnp.float32) * (dp * (1 / LATE_P) - scores_sm90.along_queries(step, delta, dp))
+    dbias = scores_sm90.bias_gradient_sum(ds, dbias) if traits.bias_gradient else None
+    return PAndDS(p.astype(jnp.float32).astype(traits.dtype), ds.astype(traits.dtype), dbias)
+
+
+def _add_late(step: QStep, accs: Accumulators, ds: jax.Array) -> None:
+    """Adds to dkey and dquery in a step with Traits.late_dp, whose matmul dV += P^T dO is issued.
+
+    dS and the sums of dquery are not in registers together: the matmul with dS ends before the matmul of dquery begins.
+    """
+    traits, barriers = step.traits, step.kernel.barriers
+    # dK += dS^T Q
+    _add_product(accs.dk, ds, step.kernel.smem.q.mma.at[step.slot, step.half])
+    _give_ds(step, ds)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(barriers.q_free.at[step.slot])
+    plgpu.barrier_arrive(barriers.do_free.at[step.do_slot])
+    if traits.has_dquery:
+        plgpu.barrier_wait(barriers.ds_ready.at[0])
+        # dQ += dS K
+        pl.run_scoped(functools.partial(_add_late_dq, step), plgpu.ACC((64, traits.chunk)))
+
+
+def _add_late_dq(step: QStep, dq_acc: AccumulatorRef) -> None:
+    """Computes the warpgroup's block of dS K from the dS of both warpgroups, and adds it to dquery."""
+    dq_block = step.dq_blocks()[0]
+    for source in range(COMPUTE_WGS):
+        _issue_dq(step, dq_block, dq_acc, source, source)
+    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+    plgpu.barrier_arrive(step.kernel.barriers.ds_free.at[0])
+    _store_dq(step, dq_block, dq)
+
+
+def _issue_dq(step: QStep, dq_block: DqBlock, dq_acc: AccumulatorRef, source: Index, key_group: Index) -> None:
+    """Issues dq_acc += dS K of 64 keys. source: the warpgroup that has their dS. key_group: which 64 keys."""
+    smem = step.kernel.smem
+    keys = smem.k.mma.at[step.k_stage, dq_block.chunk, key_group, 0]
+    plgpu.wgmma(dq_acc, smem.ds.at[source, dq_block.row].T, keys)
 
 
 def _p_and_ds(
@@ -161,12 +258,7 @@ def _p_and_ds(
     None. dp_acc: the accumulator of dP^T. dbias: the sum so far.
     """
     traits, smem, early_dv = step.traits, step.kernel.smem, step.traits.config.early_dv
-    # dP^T = V dO^T
-    for half in range(traits.halves):
-        for c in range(traits.v_tiles.count):
-            dout = smem.do.mma.at[step.do_slot, half]
-            dout = dout.at[0] if traits.v_tiles.count == 1 else traits.q_tiles.sixty_four(dout, 64 * c)
-            plgpu.wgmma(dp_acc, smem.v.mma.at[step.v_stage, step.key_group, half, c], dout.T)
+    _issue_dp(step, dp_acc)
     if traits.is_persistent:
         zeros_stay()
     if s_acc is not None:
@@ -260,9 +352,7 @@ def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: jax.Array, dq_acc: Accum
     dq_block = step.dq_blocks()[0]
     sources = [step.wg] if traits.splits_columns else range(COMPUTE_WGS)
     for source in sources:
-        key_group = step.key_group if traits.splits_columns else source
-        keys = smem.k.mma.at[step.k_stage, dq_block.chunk, key_group, 0]
-        plgpu.wgmma(dq_acc, smem.ds.at[source, dq_block.row].T, keys)
+        _issue_dq(step, dq_block, dq_acc, source, step.key_group if traits.splits_columns else source)
     _add_product(accs.dk, ds, smem.q.mma.at[step.slot, step.half])
     plgpu.wgmma_wait(len(sources) + traits.parts)
     plgpu.barrier_arrive(barriers.do_free.at[step.do_slot])
@@ -273,24 +363,28 @@ def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: jax.Array, dq_acc: Accum
 
 
 def _add_dq(step: QStep, dq_block: DqBlock, dq_acc: AccumulatorRef) -> None:
-    """Computes another 64 x 64 block of dS K, and adds it to dquery in device memory."""
-    smem = step.kernel.smem
-    keys = smem.k.mma.at[step.k_stage, dq_block.chunk, step.key_group, 0]
-    plgpu.wgmma(dq_acc, smem.ds.at[step.wg, dq_block.row].T, keys)
+    """Computes another block of dS K, and adds it to dquery in device memory."""
+    _issue_dq(step, dq_block, dq_acc, step.wg, step.key_group)
     _store_dq(step, dq_block, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
 
 
 def _store_dq(step: QStep, dq_block: DqBlock, dq: jax.Array) -> None:
-    """Adds a 64 x 64 block of dquery, float32, to the array in device memory, through shared memory."""
+    """Adds a block of dquery, 64 queries x chunk, float32, to the array in device memory, through shared memory."""
     traits, smem = step.traits, step.kernel.smem
     head, q_start = traits.dquery_head(step.head), step.q_start
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq.at[step.wg][...] = dq
     plgpu.commit_smem()
-    if traits.is_persistent or (traits.has_lists and traits.options.softcap):  # no registers are left to keep them
+    if (
+        traits.is_persistent or traits.late_dp or (traits.has_lists and traits.options.softcap)
+    ):  # no registers are left to keep them
         place = step.place_again()
         head, q_start = traits.dquery_head(place.head), place.q_block * traits.block_q
-    b, rows, columns = step.b_again(), pl.ds(q_start + 64 * dq_block.row, 64), pl.ds(64 * dq_block.chunk, 64)
+    b, rows, columns = (
+        step.b_again(),
+        pl.ds(q_start + 64 * dq_block.row, 64),
+        pl.ds(traits.chunk * dq_block.chunk, traits.chunk),
+    )
     target = needed(step.kernel.arrays.dquery).at[b, rows, head, columns]
     plgpu.copy_smem_to_gmem(smem.dq.at[step.wg], target, reduction_op="add")
 

@@ -1,6 +1,7 @@
 """Stores of dkey and dvalue by a compute warpgroup of the Hopper backward, after the q_loop of a work tile."""
 
 import dataclasses
+import math
 
 import jax
 from jax.experimental import pallas as pl
@@ -25,7 +26,11 @@ def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: ja
         plgpu.barrier_arrive(barriers.last_read.at[0])
     wg = recomputed(kernel.wg)
     key_group, half = (0, wg) if traits.splits_columns else (wg, 0)
-    chunks = [half * (traits.width // 64) + c for c in range(traits.width // 64)]
+    chunks = [half * (traits.width // traits.chunk) + c for c in range(traits.width // traits.chunk)]
+    v_chunk = math.gcd(traits.chunk, traits.v_width)
+    v_chunks = chunks
+    if (v_chunk, traits.v_width) != (traits.chunk, traits.width):
+        v_chunks = [half * (traits.v_width // v_chunk) + c for c in range(traits.v_width // v_chunk)]
     if traits.bias_gradient:
         _store_dbias(work, needed(dbias), wg, key_group)
     stages = traits.schedule.stages_of(work.turn)
@@ -45,6 +50,8 @@ def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: ja
         key_group=key_group,
         half=half,
         chunks=chunks,
+        v_chunk=v_chunk,
+        v_chunks=v_chunks,
     )
     store.finish(dk, dv)
 
@@ -68,9 +75,10 @@ class Store:
     """The stores of dkey and dvalue of one work tile, by one compute warpgroup.
 
     They go through the shared memory of its keys (k_smem) and values (v_smem), after the last read of any warpgroup
-    (last_read). v_smem: None if the next values are loaded there meanwhile; dvalue then goes through k_smem.
-    sums_smem: [64, 64] float32, for float32 results and for parts of a work tile. key_group, half: which 64 keys, and
-    which half of the columns, the warpgroup has. chunks: indices of its chunks of 64 columns.
+    (last_read). v_smem: None if the next values are loaded there meanwhile; dvalue then goes through k_smem. sums_smem:
+    [64, chunk] float32, for float32 results and for parts of a work tile. key_group, half: which 64 keys, and which
+    half of the columns, the warpgroup has. chunks: indices of its chunks of the columns of key. v_chunks: of its chunks
+    of `v_chunk` columns of value, as sums_smem holds them.
     """
 
     kernel: Kernel
@@ -83,6 +91,8 @@ class Store:
     key_group: Index
     half: Index
     chunks: list[Index]
+    v_chunk: int
+    v_chunks: list[Index]
 
     def finish(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
         """Stores dkey and dvalue, or, for a part of a split work tile, adds them to the sums of the other parts.
@@ -108,7 +118,7 @@ class Store:
         if traits.options.float32_gradients:
             plgpu.barrier_wait(self.last_read)
             of_value = b + dv_gmem.shape[0] // 2, *place[1:]
-            self._store_float32(dv, dv_gmem, *of_value)
+            self._store_float32(dv, dv_gmem, *of_value, of_value=True)
             self._store_float32([part * traits.options.scale for part in dk], self.kernel.results.dkey, *place)
             return
         if traits.splits_columns or self.v_smem is None:
@@ -120,7 +130,7 @@ class Store:
             for c in range(v_tiles.count):
                 v_smem.mma.at[c][...] = _columns(dv, v_tiles.width * c, v_tiles.width).astype(dtype)
             plgpu.commit_smem()
-            target = dv_gmem.at[*place, pl.ds(half * traits.width, traits.width)]
+            target = dv_gmem.at[*place, pl.ds(half * traits.v_width, traits.v_width)]
             v_tiles.store(v_smem.tma, target)
         if not traits.splits_columns and self.v_smem is not None:
             plgpu.barrier_wait(self.last_read)
@@ -134,16 +144,17 @@ class Store:
         results.
         """
         split, arrays = self.kernel.schedule.split, self.kernel.arrays
-        arrived_smem, width = needed(self.kernel.smem.arrived), self.kernel.traits.width
+        arrived_smem, traits = needed(self.kernel.smem.arrived), self.kernel.traits
         nth = split.tile(recomputed(self.tile)) - split.whole
         rows = pl.ds(64 * self.key_group, 64)
         for which, sums in enumerate((dk, dv)):
-            for c, chunk in enumerate(self.chunks):
+            columns, smem, chunks = self._sums(of_value=which == 1)
+            for c, chunk in enumerate(chunks):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self.sums_smem[...] = _columns(sums, 64 * c, 64)
+                smem[...] = _columns(sums, columns * c, columns)
                 plgpu.commit_smem()
-                target = needed(arrays.sums).at[nth, which, rows, pl.ds(64 * chunk, 64)]
-                plgpu.copy_smem_to_gmem(self.sums_smem, target, reduction_op="add")
+                target = needed(arrays.sums).at[nth, which, rows, pl.ds(columns * chunk, columns)]
+                plgpu.copy_smem_to_gmem(smem, target, reduction_op="add")
         plgpu.wait_smem_to_gmem(0)
         plgpu.commit_smem()  # no thread counts up before the thread that waited
         mine = pl.ds(self.wg, 1)
@@ -152,27 +163,44 @@ class Store:
 
         @pl.when(arrived_smem[self.wg] == split.parts - 1)
         def _store_sums():
-            columns = pl.ds(self.half * width, width)
-            load = lambda which: plgpu.load(
+            of_key = pl.ds(self.half * traits.width, traits.width)
+            of_value = of_key
+            if traits.v_width != traits.width:
+                of_value = pl.ds(self.half * traits.v_width, traits.v_width)
+            load = lambda which, columns: plgpu.load(
                 needed(arrays.sums).at[nth, which, rows, columns], layout=WGMMA, optimized=False
             )
-            self.store([load(0)], [load(1)])
+            self.store([load(0, of_key)], [load(1, of_value)])
 
-    def _store_float32(self, x: list[jax.Array], gmem: Ref, b: Index, rows: Slice, kv_head: Index) -> None:
-        """Stores x, a list of arrays of columns, in float32 through the shared memory of dquery."""
-        for c, chunk in enumerate(self.chunks):
+    def _sums(self, *, of_value: bool) -> tuple[int, Ref, list[Index]]:
+        """(the columns of a chunk of dkey or dvalue in float32, its shared memory, the indices of the chunks)."""
+        chunk = self.kernel.traits.chunk
+        if not of_value:
+            return chunk, self.sums_smem, self.chunks
+        smem = self.sums_smem if self.v_chunk == chunk else self.sums_smem.at[:, : self.v_chunk]
+        return self.v_chunk, smem, self.v_chunks
+
+    def _store_float32(
+        self, x: list[jax.Array], gmem: Ref, b: Index, rows: Slice, kv_head: Index, *, of_value: bool = False
+    ) -> None:
+        """Stores x, a list of arrays of columns, in float32 through the shared memory of dquery. of_value: x is
+        dvalue.
+        """
+        columns, smem, chunks = self._sums(of_value=of_value)
+        for c, chunk in enumerate(chunks):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.sums_smem[...] = _columns(x, 64 * c, 64)
+            smem[...] = _columns(x, columns * c, columns)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(self.sums_smem, gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)])
+            plgpu.copy_smem_to_gmem(smem, gmem.at[b, rows, kv_head, pl.ds(columns * chunk, columns)])
 
     def _store_through_keys(self, x: list[jax.Array], gmem: Ref, b: Index, rows: Slice, kv_head: Index) -> None:
         """Stores x, a list of 16-bit arrays of columns, through the keys' shared memory."""
+        columns = self.kernel.traits.chunk
         for c, chunk in enumerate(self.chunks):
-            self.k_smem.mma.at[chunk, self.key_group, 0][...] = _columns(x, 64 * c, 64)
+            self.k_smem.mma.at[chunk, self.key_group, 0][...] = _columns(x, columns * c, columns)
         plgpu.commit_smem()
         for chunk in self.chunks:
-            target = gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
+            target = gmem.at[b, rows, kv_head, pl.ds(columns * chunk, columns)]
             self.kernel.traits.k_tiles.store(self.k_smem.tma.at[chunk, self.key_group], target)
 
 

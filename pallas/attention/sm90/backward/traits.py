@@ -9,17 +9,11 @@ import jax.numpy as jnp
 from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward.schedule import Schedule
+from jax_kernels.pallas.attention.sm90.backward.widths import COMPUTE_WGS, Widths
 from jax_kernels.pallas.attention.sm90.features import head_views
 from jax_kernels.pallas.attention.sm90.features.bias import Bias
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles, has_odd_length
-
-COMPUTE_WGS = 2
-
-
-def block_kv_of(head_dim: int) -> int:
-    """The number of keys in a block of keys, which a CTA owns."""
-    return 64 if head_dim > 128 else 64 * COMPUTE_WGS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,13 +24,13 @@ class Traits:
     head of dquery. has_dquery: whether the kernel adds to dquery. bias_gradient: whether the kernel sums the gradient
     of a bias per key. has_words: whether block lists have the mask words of all blocks. has_slope: whether the
     score_mod's derivative with respect to the score is not 1. natural: whether scores are in natural units, not in base
-    2. may_end: whether a block of keys may reach past the last key. k_tiles, v_tiles, q_tiles: the layouts of keys,
-    values and queries (and dout) in shared memory.
+    2. may_end: whether a block of keys may reach past the last key. k_tiles, v_tiles, q_tiles, do_tiles: the layouts of
+    keys, values, queries and dout in shared memory.
     """
 
     schedule: Schedule
     config: AttentionBackwardSm90
-    head_dim: int
+    widths: Widths
     dtype: jnp.dtype
     bias: Bias
     dquery_head: Callable[[Any], Any]
@@ -52,6 +46,7 @@ class Traits:
     k_tiles: SmemTiles
     v_tiles: SmemTiles
     q_tiles: SmemTiles
+    do_tiles: SmemTiles
 
     @classmethod
     def of(
@@ -70,9 +65,8 @@ class Traits:
 
         Raises ValueError if config.block_q does not fit the head_dim.
         """
-        head_dim = arrays.query.shape[-1]
-        block_kv = block_kv_of(head_dim)
-        width = head_dim // COMPUTE_WGS if head_dim > 128 else head_dim
+        widths = Widths(key=arrays.query.shape[-1], value=arrays.value.shape[-1], block_q=config.block_q)
+        block_kv, width, v_width = widths.block_kv, widths.key // widths.halves, widths.value // widths.halves
         any_rows = has_odd_length(arrays.query, arrays.key)
         mod = arrays.mod
         schedule = Schedule.of(
@@ -88,7 +82,7 @@ class Traits:
         traits = cls(
             schedule=schedule,
             config=config,
-            head_dim=head_dim,
+            widths=widths,
             dtype=arrays.key.dtype,
             bias=arrays.bias or Bias(),
             dquery_head=head_views.dquery_head_map(arrays.query, arrays.dquery, options),
@@ -101,9 +95,10 @@ class Traits:
             has_slope=mod is not None and not mod.adds_only,
             natural=mod is not None and mod.may_mask,
             may_end=arrays.bounds is not None or kv_length % block_kv != 0,
-            k_tiles=SmemTiles(64, any_rows),
-            v_tiles=SmemTiles(width, any_rows),
-            q_tiles=SmemTiles(width, any_rows, whole=True),
+            k_tiles=SmemTiles(widths.chunk, any_rows),
+            v_tiles=SmemTiles(v_width, any_rows),
+            q_tiles=SmemTiles(width, any_rows, whole=True, atom=widths.chunk),
+            do_tiles=SmemTiles(v_width, any_rows, whole=True),
         )
         traits._check()
         return traits
@@ -114,7 +109,7 @@ class Traits:
         one_each = self.q_chunks == 1 if self.splits_columns else self.dq_blocks == 1
         if blocks % COMPUTE_WGS or not one_each:
             block_q = self.config.block_q
-            raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={self.head_dim}")
+            raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={self.widths.key}")
 
     @property
     def options(self) -> AttentionOptions:
@@ -139,7 +134,7 @@ class Traits:
     @property
     def splits_columns(self) -> bool:
         """Whether the warpgroups split the columns of the same 64 keys, instead of having 64 keys each."""
-        return self.head_dim > 128
+        return self.widths.splits_columns
 
     @property
     def key_groups(self) -> int:
@@ -149,17 +144,27 @@ class Traits:
     @property
     def halves(self) -> int:
         """The number of parts of the columns of values, queries and dout, each of `width` columns."""
-        return COMPUTE_WGS if self.splits_columns else 1
+        return self.widths.halves
 
     @property
     def width(self) -> int:
-        """The number of columns that a warpgroup's accumulators of dkey and dvalue have: head_dim, or half of it."""
-        return self.head_dim // self.halves
+        """The number of columns of a warpgroup's accumulator of dkey: all columns of key, or half of them."""
+        return self.widths.key // self.halves
+
+    @property
+    def v_width(self) -> int:
+        """The number of columns of a warpgroup's accumulator of dvalue: all columns of value, or half of them."""
+        return self.widths.value // self.halves
+
+    @property
+    def chunk(self) -> int:
+        """The number of columns of a tile of keys, and of a block of dquery."""
+        return self.widths.chunk
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of 64 columns in head_dim."""
-        return self.head_dim // 64
+        """The number of chunks of the columns of key."""
+        return self.widths.key // self.chunk
 
     @property
     def q_chunks(self) -> int:
@@ -175,20 +180,25 @@ class Traits:
 
     @property
     def dq_blocks(self) -> int:
-        """The number of 64 x 64 blocks of dquery that a warpgroup stores in a step."""
+        """The number of blocks of dquery, 64 queries x chunk, that a warpgroup stores in a step."""
         return self.chunks * self.q_chunks // COMPUTE_WGS
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether a step also issues the next step's scores, behind its own gradients. Split columns leave too few
-        registers.
+        """Whether a step also issues the next step's scores, behind its own gradients. Wide or split columns leave
+        too few registers.
         """
-        return not self.splits_columns
+        return self.widths.scores_ahead
+
+    @property
+    def late_dp(self) -> bool:
+        """Whether a step issues dP only when P is in 16 bits, because the sums leave no registers for S beside dP."""
+        return not (self.splits_columns or self.scores_ahead)
 
     @property
     def waits_late(self) -> bool:
         """Whether a step issues the scores before it waits for dout."""
-        return self.config.late_do and not self.scores_ahead
+        return self.late_dp or (self.config.late_do and not self.scores_ahead)
 
     @property
     def exchanges_ds(self) -> bool:
@@ -199,14 +209,14 @@ class Traits:
     def mask_first(self) -> bool:
         """Whether a step masks the scores before it issues dP.
 
-        It is False in three cases. If the warpgroups do not exchange dS: a branch for partial blocks before dP would
-        make ptxas serialise the matmuls (its note C7511). With a softcap, or with a score_mod whose derivative is 1:
-        their arithmetic comes before the mask, and should run while the matmul of dP runs.
+        It is False in four cases. If the warpgroups do not exchange dS, or without scores_ahead: a branch for partial
+        blocks before dP would make ptxas serialise the matmuls (its note C7511). With a softcap, or with a score_mod
+        whose derivative is 1: their arithmetic comes before the mask, and should run while the matmul of dP runs.
 
         With another score_mod the mask comes first: it masks the score_mod's input, because masking the output would
         need both in registers.
         """
-        return self.exchanges_ds and not self.options.softcap and self.has_slope == self.has_mod
+        return self.exchanges_ds and self.scores_ahead and not self.options.softcap and self.has_slope == self.has_mod
 
     @property
     def predicate(self) -> bool:

@@ -56,7 +56,7 @@ def attention_forward(
     no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
     keys = _keys_per_query(options, call.kv_length)
     keys = keys if lists is None else min(keys, lists.keys)
-    query, key, value = _padded([inputs])[0]
+    query, key, value = _padded([inputs], config)[0]
     end = tail_block.clean_end(inputs, key, value, config.block_kv)
     if lists is not None:
         inputs, options = without_limits(inputs, options)
@@ -142,7 +142,7 @@ def attention_forward_together(
     if together:
         # The options differ only in the heads, which each LaunchCall also has.
         shared, of_launch = options[together[0]], tuple(calls[i] for i in together)
-        query, key, value = zip(*_padded([inputs[i] for i in together]), strict=True)
+        query, key, value = zip(*_padded([inputs[i] for i in together], config), strict=True)
         scheduler = _scheduler(of_launch, shared, config, core_count, interpret=interpret)
         arrays = Arrays(query=list(query), key=list(key), value=list(value), counter=scheduler.counter())
         launched = _launch(
@@ -153,12 +153,14 @@ def attention_forward_together(
     return [(results[i][0][..., :width], *results[i][1:]) for i, width in enumerate(widths)]
 
 
-def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
+def _padded(inputs: Sequence[AttentionInputs], config: AttentionForwardSm90) -> list[tuple[jax.Array, ...]]:
     """(query, key, value) of each call of a launch, with head_dims and lengths that the tensor memory accelerator
     takes.
+
+    Copies of any number of rows need swizzle atoms of 64 columns. Without them, odd lengths are padded.
     """
-    any_rows = has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
-    return [tuple(pad_for_tma(x, any_rows=any_rows) for x in of[:3]) for of in inputs]
+    any_rows = config.atom == 64 and has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
+    return [tuple(pad_for_tma(x, config.atom, any_rows=any_rows) for x in of[:3]) for of in inputs]
 
 
 def _launch(

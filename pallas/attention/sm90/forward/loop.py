@@ -216,7 +216,8 @@ class KvLoop:
         """Whether only the first block that a warpgroup visits may be partial."""
         if not (self.has_limits or self.segments is not None or self.lists is not None):
             return True
-        return self.causal_only and self.bounds is None and self.q_offset % 64 == 0
+        is_aligned = self.q_offset % 64 == self.block_kv % 64 == 0
+        return self.causal_only and self.bounds is None and is_aligned
 
     @property
     def causal_only(self) -> bool:

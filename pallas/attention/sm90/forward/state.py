@@ -185,8 +185,16 @@ class Traits:
 
     @property
     def out_fits_q(self) -> bool:
-        """Whether an output tile has the size and dtype of a query tile."""
-        return self.out_dtype == self.dtype and self.v_head_dim == self.head_dim
+        """Whether an output tile has the size and dtype of a query tile, or with `chunked`, of its first chunks."""
+        return self.out_dtype == self.dtype and (self.v_head_dim == self.head_dim or self.chunked)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether tiles are cut into chunks of 64 columns, so that an output with fewer columns fits the queries'
+        memory.
+        """
+        fits = self.v_head_dim < self.head_dim <= 192 and self.v_head_dim % 64 == self.head_dim % 64 == 0
+        return self.config.share_q_out and fits and self.out_dtype == self.dtype
 
     @property
     def stores_registers(self) -> bool:
@@ -217,17 +225,17 @@ class Traits:
     @property
     def qk_tiles(self) -> SmemTiles:
         """The layout of queries and keys in shared memory."""
-        return SmemTiles(self.head_dim, self.any_rows)
+        return SmemTiles(self.head_dim, self.any_rows, atom=self.config.atom, chunked=self.chunked)
 
     @property
     def v_tiles(self) -> SmemTiles:
         """The layout of values in shared memory."""
-        return SmemTiles(self.v_head_dim, self.any_rows)
+        return SmemTiles(self.v_head_dim, self.any_rows, atom=self.config.atom)
 
     @property
     def out_tiles(self) -> SmemTiles:
         """The layout of the output in shared memory."""
-        return SmemTiles(self.v_head_dim, self.any_rows)
+        return SmemTiles(self.v_head_dim, self.any_rows, atom=self.config.atom, chunked=self.chunked)
 
     def kv_loop(self, arrays: Arrays, cta: Index) -> KvLoop:
         """The loop over blocks of keys (KvLoop) of CTA number `cta`."""

@@ -72,6 +72,36 @@ CASES = {
     "bounded_lengths": SMALL | {"batch": 2, "kv_length": 300, "kv_lengths": [-5, 400], "bounded": True},
     "head_dim_40": SMALL | {"head_dim": 40, "v_head_dim": 24, "is_causal": True},
     "head_dim_192": SMALL | {"head_dim": 192, "v_head_dim": 128, "is_causal": True, "kv_length": 70},
+    # Head_dims between 64, 128 and 256: each form of a backward's step, with larger and smaller values.
+    "head_dim_80": SMALL | {"head_dim": 80, "v_head_dim": 80, "q_length": 200, "kv_length": 203, "races": True},
+    "head_dim_72_40": SMALL | {"head_dim": 72, "v_head_dim": 40, "is_causal": True, "kv_length": 200, "q_offset": 72},
+    "head_dim_96_window": LARGE
+    | {"head_dim": 96, "v_head_dim": 96, "window": [30, 50], "heads": 4, "kv_heads": 2, "races": True},
+    "head_dim_32_96_lists": LARGE | {"head_dim": 32, "v_head_dim": 96, "pattern": "cells", "heads": 2, "kv_heads": 1},
+    "head_dim_96_bias": SMALL
+    | {"head_dim": 96, "v_head_dim": 64, "bias": "hts", "bias_dtype": "float32", "heads": 2, "kv_length": 150},
+    "head_dim_96_deterministic": SMALL
+    | {"head_dim": 96, "v_head_dim": 32, "segments": "packed", "kv_length": 200, "deterministic": True},
+    "head_dim_112_segments": LARGE | {"head_dim": 112, "v_head_dim": 112, "segments": "packed", "is_causal": True},
+    "head_dim_160": LARGE | {"head_dim": 160, "v_head_dim": 160, "is_causal": True, "heads": 2, "races": True},
+    "head_dim_160_80_fp16": SMALL
+    | {"head_dim": 160, "v_head_dim": 80, "dtype": "float16", "softcap": 2.0, "kv_length": 200, "q_length": 70},
+    "head_dim_192_128": LARGE | {"head_dim": 192, "v_head_dim": 128, "bounded": True, "races": True},
+    "head_dim_192_128_lists": LARGE
+    | {"head_dim": 192, "v_head_dim": 128, "pattern": "cells", "heads": 4, "kv_heads": 2, "races": True},
+    "head_dim_192_128_bias": SMALL
+    | {"head_dim": 192, "v_head_dim": 128, "bias": "hts", "bias_masks": True, "heads": 2, "kv_length": 150}
+    | {"is_causal": True, "q_offset": 100},
+    "head_dim_192_128_keys": SMALL
+    | {"head_dim": 192, "v_head_dim": 128, "bias": "bhs", "batch": 2, "heads": 2, "kv_lengths": [90, 150]},
+    "head_dim_192_128_everything": EVERYTHING | {"head_dim": 192, "v_head_dim": 128},
+    "head_dim_192_128_split": SMALL | {"head_dim": 192, "v_head_dim": 128, "q_length": 500, "cores": 132},
+    "head_dim_192_128_deterministic": SMALL
+    | {"head_dim": 192, "v_head_dim": 128, "is_causal": True, "kv_length": 200, "deterministic": True},
+    "head_dim_128_192": SMALL | {"head_dim": 128, "v_head_dim": 192, "is_causal": True, "kv_length": 200},
+    "head_dim_192_192": SMALL
+    | {"head_dim": 192, "v_head_dim": 192, "is_causal": True, "q_length": 300, "kv_length": 300, "races": True},
+    "head_dim_192_192_everything": EVERYTHING | {"head_dim": 192, "v_head_dim": 160},
     "head_dim_256": SMALL | {"head_dim": 256, "v_head_dim": 256, "is_causal": True, "races": True},
     "deterministic_128": LARGE | WIDE | {"is_causal": True, "kv_lengths": [200], "deterministic": True, "races": True},
     "window_64": LARGE | {"window": [30, 50], "q_length": 300, "kv_length": 200, "races": True},
@@ -221,7 +251,7 @@ CASES = {
 QUICK = {
     "split_128_gqa", "window_256_offsets_lengths",
     "bias_64", "mask_128", "lists_128", "persistent_everything_64", "stripes_bias_64",
-    "predicate_64",
+    "predicate_64", "head_dim_96_window", "head_dim_192_128_bias",
 }  # fmt: skip
 
 
