@@ -319,7 +319,7 @@ def taken_precision(precision: str | None, x: torch.Tensor) -> str | None:
 @torch_internals.constant_in_graph
 def _takes_tf32() -> bool:
     """Whether torch.set_float32_matmul_precision allows tf32. torch.compile keeps the setting of compile time."""
-    return torch.get_float32_matmultaken_precision() != "highest"
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 class MatmulOptions(TypedDict, total=False):
