@@ -6,9 +6,12 @@ A shape is rows,columns,inner,groups. Sizes of the groups: "even"; "skewed", in 
 random order. Peers: "ragged_dot"; "torch", torch._grouped_mm; "dense", one matmul [rows, inner] @ [inner, columns] by
 XLA, which has the same FLOPs and reads the weights of one group only; "jla", jax-linear-attention's Hopper kernel, not
 by default. --with-gradients times the forward and the gradients of x and w. --epilogue adds a bias and silu to this
-library's calls, without peers. --sweep times other blocks, forward and gradient of the weights: of the Triton
-kernels as "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as
-"num_stages=3"; of the Hopper kernels as "mosaic_gpu:stages=3,snake=0".
+library's calls, without peers. --gated times grouped_gated_matmul with silu, and "two": two grouped_matmuls of this
+library, with silu by XLA. Torch and dense are then two matmuls each.
+
+--sweep times other blocks, forward and gradient of the weights: of the Triton kernels as
+"block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as "num_stages=3"; of the
+Hopper kernels as "mosaic_gpu:stages=3,snake=0".
 
 The exit status is 1 if a contender failed or was wrong.
 """
@@ -33,7 +36,7 @@ from harness.side_by_side import gpu_alone, gpu_among_others
 from harness.timers import choose_timer
 from harness.timing import Contender, alternate
 
-from jax_kernels import grouped_matmul, matmul
+from jax_kernels import gated_matmul, grouped_gated_matmul, grouped_matmul, matmul
 from jax_kernels.pallas import block_specs
 
 SHAPES = "32768,1280,2560,64;16384,14336,4096,8"
@@ -49,6 +52,7 @@ class Case:
     """A grouped matmul of x [m, k] and w [groups, k, n]. sizes: "even" or "skewed".
 
     has_epilogue: with a bias and silu. has_gradients: the call is the forward and the gradients of all float arrays.
+    is_gated: silu(x @ w_gate) * (x @ w_up), with weights like w.
     """
 
     m: int
@@ -59,10 +63,15 @@ class Case:
     dtype: str
     has_epilogue: bool = False
     has_gradients: bool = False
+    is_gated: bool = False
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return ("w_gate", "w_up") if self.is_gated else ("w",)
 
     @property
     def label(self) -> str:
-        rest = ["epilogue"] * self.has_epilogue + ["with gradients"] * self.has_gradients
+        rest = ["gated"] * self.is_gated + ["epilogue"] * self.has_epilogue + ["with gradients"] * self.has_gradients
         return " ".join([f"{self.m}x{self.n}x{self.k} {self.groups} {self.sizes} {self.dtype}", *rest])
 
     @property
@@ -75,11 +84,13 @@ class Case:
         return np.diff(ends, prepend=0).astype(np.int32)
 
     def tflops(self, milliseconds: float) -> float:
-        return 2 * self.m * self.n * self.k * (3 if self.has_gradients else 1) / milliseconds / 1e9
+        matmuls = len(self.weights) * (3 if self.has_gradients else 1)
+        return 2 * self.m * self.n * self.k * matmuls / milliseconds / 1e9
 
     def arrays(self) -> list[dict[str, jax.Array]]:
-        """Sets of x, w, group_sizes, with has_epilogue bias, and dout, larger than the L2 cache together."""
-        shapes = {"x": (self.m, self.k), "w": (self.groups, self.k, self.n), "dout": (self.m, self.n)}
+        """Sets of x, the weights, group_sizes, with has_epilogue bias, and dout, together larger than the L2 cache."""
+        shapes = {"x": (self.m, self.k), "dout": (self.m, self.n)}
+        shapes |= dict.fromkeys(self.weights, (self.groups, self.k, self.n))
         shapes |= {"bias": (self.groups, self.n)} if self.has_epilogue else {}
         size = jnp.dtype(DTYPES[self.dtype]).itemsize * sum(map(np.prod, shapes.values()))
         normal = lambda key, shape: jax.random.normal(key, shape, DTYPES[self.dtype]) * self.k**-(0.25)
@@ -91,7 +102,7 @@ class Case:
         return sets
 
     def call(self, op: Callable[..., Any], arrays: dict[str, jax.Array]) -> Any:
-        """The result of op(x, w, group_sizes, ...), with has_gradients followed by the gradients, as a list."""
+        """The result of op(x=, group_sizes=, ...), with has_gradients followed by the gradients, as a list."""
         given = {name: x for name, x in arrays.items() if name not in ("group_sizes", "dout")}
         run = lambda given: op(**given, group_sizes=arrays["group_sizes"])
         if not self.has_gradients:
@@ -111,7 +122,8 @@ def ours(
     """The call. blocks: the fields to replace in both of its block specs, by name."""
     options: dict[str, Any] = {"activation": "silu"} if case.has_epilogue else {}
     options |= {"precision": "tf32"} if case.dtype == "tf32" else {}
-    op = functools.partial(grouped_matmul, implementation=implementation, **options)
+    op = grouped_gated_matmul if case.is_gated else grouped_matmul
+    op = functools.partial(op, implementation=implementation, **options)
     found = block_specs.grouped_row
 
     def grouped_row(*call: Any) -> Any:
@@ -123,13 +135,31 @@ def ours(
         return compiled(case, sets, op)
 
 
+def by_two(case: Case, sets: list[dict[str, Any]], implementation: str) -> Callable[[int], Any]:
+    """The gated unit by two grouped_matmuls, with silu by XLA."""
+    precision = "tf32" if case.dtype == "tf32" else None
+
+    def op(x, w_gate, w_up, group_sizes):
+        multiply = functools.partial(
+            grouped_matmul, x, group_sizes=group_sizes, implementation=implementation, precision=precision
+        )
+        gate, up = (multiply(w).astype(jnp.float32) for w in (w_gate, w_up))
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+    return compiled(case, sets, op)
+
+
 def by_ragged_dot(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
+    if case.is_gated:
+        raise NotImplementedError("jax.lax.ragged_dot has no gated unit")
     precision: Any = jax.lax.DotAlgorithmPreset.TF32_TF32_F32 if case.dtype == "tf32" else None
     return compiled(case, sets, lambda x, w, group_sizes: jax.lax.ragged_dot(x, w, group_sizes, precision=precision))
 
 
 def by_jla(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
     """jax-linear-attention's kernel, with the option that no row lies past the groups."""
+    if case.is_gated:
+        raise NotImplementedError("it has no gated unit")
     if importlib.util.find_spec("jla") is None:
         raise NotImplementedError("jla is not installed")
     from jla.ops.mosaic_gpu.ragged_dot import ragged_dot
@@ -138,10 +168,11 @@ def by_jla(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
 
 
 def by_dense(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
-    """One matmul with the weights of group 0, and the gradients of x and of these weights."""
+    """A matmul, or gated unit, with the weights of group 0, and the gradients of x and of these weights."""
     precision = "tf32" if case.dtype == "tf32" else None
-    op = lambda x, w, group_sizes: matmul(x, w, implementation="xla", precision=precision)
-    return compiled(case, [arrays | {"w": arrays["w"][0]} for arrays in sets], op)
+    dense = gated_matmul if case.is_gated else matmul
+    op = lambda group_sizes, **given: dense(**given, implementation="xla", precision=precision)
+    return compiled(case, [arrays | {name: arrays[name][0] for name in case.weights} for arrays in sets], op)
 
 
 def by_torch(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
@@ -150,16 +181,18 @@ def by_torch(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
     if case.dtype != "bf16":
         raise NotImplementedError("torch._grouped_mm takes bfloat16")
     given = [{name: torch.from_dlpack(x) for name, x in arrays.items()} for arrays in sets]
-    given = [arrays | {name: arrays[name].clone().requires_grad_() for name in ("x", "w")} for arrays in given]
+    moved = sorted(("x", *case.weights))
+    given = [arrays | {name: arrays[name].clone().requires_grad_() for name in moved} for arrays in given]
     offsets = [arrays["group_sizes"].cumsum(0, dtype=torch.int32) for arrays in given]
 
     def call(index: int) -> Any:
         arrays, ends = given[index % len(given)], offsets[index % len(given)]
         with torch.set_grad_enabled(case.has_gradients):
-            out = torch._grouped_mm(arrays["x"], arrays["w"], offs=ends)
+            out, *up = (torch._grouped_mm(arrays["x"], arrays[name], offs=ends) for name in case.weights)
+            out = torch.nn.functional.silu(out) * up[0] if up else out
         if not case.has_gradients:
             return [out]
-        return [out, *reversed(torch.autograd.grad(out, (arrays["x"], arrays["w"]), arrays["dout"]))]
+        return [out, *torch.autograd.grad(out, [arrays[name] for name in moved], arrays["dout"])]
 
     return call
 
@@ -200,6 +233,9 @@ def contenders_of(case: Case, sets: list[dict[str, Any]], args: argparse.Namespa
         add(part, "jax", lambda part=part: ours(case, sets, _implementation(part), _blocks(part)))
     if case.has_epilogue:
         return found
+    if case.is_gated:
+        first = (swept or args.implementations)[0]
+        add("two", "jax", lambda: by_two(case, sets, first))
     if "ragged_dot" in args.peers:
         add("ragged_dot", "jax", lambda: by_ragged_dot(case, sets))
     if "torch" in args.peers:
@@ -226,11 +262,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", default=",".join(SIZES), help="comma list of even, skewed")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")
+    parser.add_argument("--gated", action="store_true", help="a gated unit")
     parser.add_argument("--epilogue", action="store_true", help="with a bias and silu")
     parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="comma list of this library's")
     parser.add_argument("--peers", default="ragged_dot,torch,dense")
     parser.add_argument("--sweep", help="blocks of the Triton or Hopper kernels, separated by ';'")
     args = parser.parse_args(argv)
+    if args.gated and args.epilogue:
+        parser.error("--epilogue: got --gated too, want one of them: a gated unit has no bias")
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("sizes", args.sizes, SIZES)
     args.implementations = command_line.names("implementations", args.implementations, IMPLEMENTATIONS)
@@ -240,7 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_torch = "torch" in args.peers and not args.epilogue
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
     results = report.header(args.commit, with_torch, timer=name, rows=[])
-    cases = [Case(*shape, kind, args.dtype, args.epilogue, args.with_gradients) for shape in shapes for kind in kinds]
+    how = {"has_epilogue": args.epilogue, "has_gradients": args.with_gradients, "is_gated": args.gated}
+    cases = [Case(*shape, kind, args.dtype, **how) for shape in shapes for kind in kinds]
     return case_rows.run(cases, measure, args, timer, results, until)
 
 

@@ -54,8 +54,9 @@ if TYPE_CHECKING:
     from jax_kernels.bridge.ops.explain import benchmark_implementations as benchmark_implementations
     from jax_kernels.bridge.ops.explain import device_info as device_info
     from jax_kernels.bridge.ops.explain import explain as explain
+    from jax_kernels.bridge.ops.grouped_matmul import grouped_gated_matmul as grouped_gated_matmul
+    from jax_kernels.bridge.ops.grouped_matmul import grouped_matmul as grouped_matmul
     from jax_kernels.bridge.ops.matmul import gated_matmul as gated_matmul
-    from jax_kernels.bridge.ops.matmul import grouped_matmul as grouped_matmul
     from jax_kernels.bridge.ops.matmul import linear as linear
     from jax_kernels.bridge.ops.matmul import matmul as matmul
     from jax_kernels.bridge.ops.matmul import mlp as mlp
@@ -117,9 +118,12 @@ _MODULES = {
         "device_info",
         "explain",
     ),
+    "jax_kernels.bridge.ops.grouped_matmul": (
+        "grouped_gated_matmul",
+        "grouped_matmul",
+    ),
     "jax_kernels.bridge.ops.matmul": (
         "gated_matmul",
-        "grouped_matmul",
         "linear",
         "matmul",
         "mlp",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jax_kernels.ops.dilated.sequence_parallel import (
         sequence_parallel_dilated_attention as sequence_parallel_dilated_attention,
     )
+    from jax_kernels.ops.grouped.grouped_matmul import grouped_gated_matmul as grouped_gated_matmul
     from jax_kernels.ops.grouped.grouped_matmul import grouped_matmul as grouped_matmul
     from jax_kernels.ops.matmul.matmul import gated_matmul as gated_matmul
     from jax_kernels.ops.matmul.matmul import matmul as matmul
@@ -79,7 +80,7 @@ _MODULES = {
     "jax_kernels.ops.cross_entropy.linear_cross_entropy": ("linear_cross_entropy",),
     "jax_kernels.ops.dilated.dilated_attention": ("dilated_attention",),
     "jax_kernels.ops.dilated.sequence_parallel": ("sequence_parallel_dilated_attention",),
-    "jax_kernels.ops.grouped.grouped_matmul": ("grouped_matmul",),
+    "jax_kernels.ops.grouped.grouped_matmul": ("grouped_gated_matmul", "grouped_matmul"),
     "jax_kernels.ops.matmul.matmul": (
         "gated_matmul",
         "matmul",

@@ -1,6 +1,5 @@
 """MixtureOfExperts: a PyTorch module with this library's grouped_matmul."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_activation
 from jax_kernels.bridge.nn.layers import check_flags, positive
 from jax_kernels.bridge.nn.linear import GatedMLP
 from jax_kernels.bridge.ops import symbolic_trace
-from jax_kernels.bridge.ops.matmul import grouped_matmul
+from jax_kernels.bridge.ops.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from jax_kernels.bridge.translate.activations import Activation
 
 __all__ = ["MixtureOfExperts", "Routing"]
@@ -137,14 +136,14 @@ class MixtureOfExperts(torch.nn.Module):
         weights, experts, routing = self._route(tokens)
         pairs = experts.flatten()
         order = pairs.argsort(stable=True)
-        multiply = functools.partial(grouped_matmul, group_sizes=routing.load, implementation=self.implementation)
+        of_all = {"group_sizes": routing.load, "implementation": self.implementation}
         # Repeated in float32, in which the gradients of a token are summed.
         rows = tokens.float().repeat_interleave(each, 0)[order].to(x.dtype)
         if self.gate_proj is None:
-            hidden = multiply(rows, self.up_proj, activation=self.activation)
+            hidden = grouped_matmul(rows, self.up_proj, activation=self.activation, **of_all)
         else:
-            hidden = multiply(rows, self.gate_proj, activation=self.activation) * multiply(rows, self.up_proj)
-        out = multiply(hidden, self.down_proj)[order.argsort()].float().unflatten(0, (-1, each))
+            hidden = grouped_gated_matmul(rows, self.gate_proj, self.up_proj, activation=self.activation, **of_all)
+        out = grouped_matmul(hidden, self.down_proj, **of_all)[order.argsort()].float().unflatten(0, (-1, each))
         out = (weights[..., None] * out).sum(1).view(x.shape)
         if self.shared is not None:
             out = out + self.shared(x).float()

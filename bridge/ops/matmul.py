@@ -1,4 +1,4 @@
-"""matmul, gated_matmul, mlp, linear and grouped_matmul on PyTorch tensors."""
+"""matmul, gated_matmul, mlp and linear on PyTorch tensors."""
 
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
@@ -17,19 +17,28 @@ from jax_kernels.bridge.jax_functions.argument_checks import (
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.quantization import Facts, QuantizedTensor, Stored, on_stored, stored
 from jax_kernels.bridge.translate.activations import Activation, is_kept, name_of, with_functions
-from jax_kernels.ops.grouped import grouped_matmul as grouped_ops
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
 from jax_kernels.quantization import check_scaling
 from jax_kernels.spelling import with_name_hints
 
-__all__ = ["MatmulOptions", "check_scaling_option", "gated_matmul", "grouped_matmul", "linear", "matmul", "mlp"]
+__all__ = [
+    "PRECISION_SETTING",
+    "MatmulOptions",
+    "check_scaling_option",
+    "dtype_name",
+    "gated_matmul",
+    "linear",
+    "matmul",
+    "mlp",
+    "taken_precision",
+    "under_autocast",
+]
 
-_SETTINGS = torch.get_float32_matmul_precision
-_matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_opaque=True, settings=_SETTINGS)
-_gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_opaque=True, settings=_SETTINGS)
-_mlp = JaxOp(with_functions(mlp_ops.mlp), is_opaque=True, settings=_SETTINGS)
-_grouped_matmul = JaxOp(with_functions(grouped_ops.grouped_matmul), is_opaque=True, settings=_SETTINGS)
+PRECISION_SETTING = torch.get_float32_matmul_precision
+_matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_opaque=True, settings=PRECISION_SETTING)
+_gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_opaque=True, settings=PRECISION_SETTING)
+_mlp = JaxOp(with_functions(mlp_ops.mlp), is_opaque=True, settings=PRECISION_SETTING)
 type Weights = torch.Tensor | QuantizedTensor
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -105,7 +114,7 @@ def matmul(
         }
         own |= {"scaling": scaling, "implementation": implementation, "x_scale": x_scale, "w_scale": w_scale}
         return _on_shards(matmul, {"x": x, "w": w, "bias": bias, "residual": residual}, own)
-    x, w, bias = _under_autocast(x, w, bias)
+    x, w, bias = under_autocast(x, w, bias)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _matmul.run(
         call if is_kept(activation) else None,
@@ -117,8 +126,8 @@ def matmul(
         x_scale=_without_gradient(x_scale),
         w_scale=_without_gradient(w_scale),
         transpose_w=transpose_w,
-        out_dtype=_dtype_name(out_dtype),
-        precision=_precision(precision, x),
+        out_dtype=dtype_name(out_dtype),
+        precision=taken_precision(precision, x),
         scaling=scaling,
         implementation=implementation,
     )
@@ -167,7 +176,7 @@ def gated_matmul(
         own |= {"scaling": scaling, "implementation": implementation}
         own |= {"x_scale": x_scale, "w_gate_scale": w_gate_scale, "w_up_scale": w_up_scale}
         return _on_shards(gated_matmul, {"x": x, "w_gate": w_gate, "w_up": w_up, "residual": residual}, own)
-    x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
+    x, w_gate, w_up = under_autocast(x, w_gate, w_up)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _gated_matmul.run(
         call if is_kept(activation) else None,
@@ -180,8 +189,8 @@ def gated_matmul(
         w_gate_scale=_without_gradient(w_gate_scale),
         w_up_scale=_without_gradient(w_up_scale),
         transpose_w=transpose_w,
-        out_dtype=_dtype_name(out_dtype),
-        precision=_precision(precision, x),
+        out_dtype=dtype_name(out_dtype),
+        precision=taken_precision(precision, x),
         scaling=scaling,
         implementation=implementation,
     )
@@ -227,7 +236,7 @@ def mlp(
         tensors = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "bias_up": bias_up, "bias_down": bias_down}
         own: dict[str, Any] = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
         return _on_shards(mlp, tensors | {"residual": residual}, own | {"implementation": implementation})
-    x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
+    x, w_up, w_down, w_gate, bias_up, bias_down = under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
     residual, out_dtype = _with_wide_residual(x, residual, None)
     wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype
     out = _mlp.run(
@@ -241,70 +250,10 @@ def mlp(
         activation=name_of(activation),
         residual=residual if wide is None else None,
         transpose_w=transpose_w,
-        precision=_precision(precision, x),
+        precision=taken_precision(precision, x),
         implementation=implementation,
     )
     return out if wide is None else wide + out
-
-
-@with_name_hints
-def grouped_matmul(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    group_sizes: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: str | Activation | None = None,
-    transpose_w: bool = False,
-    out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-    implementation: str | None = None,
-) -> torch.Tensor:
-    """jax_kernels.grouped_matmul on PyTorch tensors, for mixtures of experts: each group of rows has its own weights.
-
-    Returns [M, N] in out_dtype: activation(x[i] @ w[g] + bias[g]) for a row i of group g, and 0 for rows past the last
-    group. The gradients are of x, w and bias. Autocast casts x, w and bias.
-
-    Args:
-      x: [M, K], bfloat16, float16 or float32, its rows sorted by group.
-      w: [G, K, N], or [G, N, K] with transpose_w, in x's dtype and on its device.
-      group_sizes: int32 [G], the number of rows of each group. The host does not read them: the call needs no
-        synchronisation, and CUDA graphs can capture it. For the offsets that torch._grouped_mm takes, they are
-        offs.diff(prepend=offs.new_zeros(1)).
-      bias: [G, N], in x's dtype or float32.
-      activation, out_dtype, implementation: as in bridge.matmul.
-      precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
-        "bf16" or "fp16": x and w are rounded to this dtype first.
-
-    It raises the errors of jax_kernels.grouped_matmul, or of bridge.from_jax if they differ.
-    """
-    call = _grouped_matmul.lookup(
-        (x, w, group_sizes, bias), (activation, transpose_w, out_dtype, precision, implementation)
-    )
-    if call and call.cached:
-        return call.cached(call.tensors)
-    check_tensors(x=x, w=w, group_sizes=group_sizes)
-    check_optional_tensors(bias=bias)
-    tensors = {"x": x, "w": w, "group_sizes": group_sizes, "bias": bias}
-    if dtensors.are_in(*tensors.values()):
-        own = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
-        weights = (None, "columns", None) if transpose_w else (None, None, "columns")
-        roles = {"x": (None, None), "w": weights, "group_sizes": (None,), "bias": (None, "columns")}
-        results = ((None, "columns"),)
-        return dtensors.on_shards(grouped_matmul, tensors, roles, results, own | {"implementation": implementation})
-    x, w, bias = _under_autocast(x, w, bias)
-    return _grouped_matmul.run(
-        call if is_kept(activation) else None,
-        x,
-        w,
-        group_sizes,
-        bias=bias,
-        activation=name_of(activation),
-        transpose_w=transpose_w,
-        out_dtype=_dtype_name(out_dtype),
-        precision=_precision(precision, x),
-        implementation=implementation,
-    )
 
 
 def _on_shards(op: Callable[..., torch.Tensor], tensors: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
@@ -359,14 +308,14 @@ def _without_gradient(scale: torch.Tensor | float | None) -> torch.Tensor | floa
     return in_float32(scale.detach() if isinstance(scale, torch.Tensor) else scale)
 
 
-def _dtype_name(out_dtype: torch.dtype | None) -> str | None:
+def dtype_name(out_dtype: torch.dtype | None) -> str | None:
     """Returns the name of out_dtype, such as "bfloat16", or None for None. Raises TypeError for another dtype."""
     if out_dtype is not None and out_dtype not in _NAMES:
         raise TypeError(f"out_dtype: got {out_dtype}, want torch.bfloat16, torch.float16, torch.float32 or None")
     return None if out_dtype is None else _NAMES[out_dtype]
 
 
-def _precision(precision: str | None, x: torch.Tensor) -> str | None:
+def taken_precision(precision: str | None, x: torch.Tensor) -> str | None:
     """Returns the precision, with "tf32" instead of None for float32 x if PyTorch's settings allow tf32."""
     return "tf32" if precision is None and x.dtype == torch.float32 and _takes_tf32() else precision
 
@@ -411,7 +360,7 @@ def linear(
         raise
 
 
-def _under_autocast(*tensors: Any) -> list[Any]:
+def under_autocast(*tensors: Any) -> list[Any]:
     """Returns the tensors cast to autocast's dtype if autocast is on, else unchanged.
 
     None, QuantizedTensors, integers and 8-bit tensors stay unchanged.

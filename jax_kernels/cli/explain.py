@@ -37,6 +37,7 @@ _HELP = {
     "matmul": "for x of this shape and weights with --columns columns.",
     "gated_matmul": "for x of this shape and weights with --columns columns.",
     "grouped_matmul": "for x of this shape and the weights of --groups groups, with --columns columns.",
+    "grouped_gated_matmul": "for x of this shape and the weights of --groups groups, with --columns columns.",
     "linear_cross_entropy": "for x of this shape and a vocabulary of --columns entries.",
     "mlp": "for its first matmuls, of x of this shape and weights with --columns columns.",
     "layer_norm": "for this shape.",

@@ -196,6 +196,7 @@ def _of_query(axes: slice, dtype: str) -> Callable[[Call], Any]:
 
 _RESIDUAL = _flag("with a residual", lambda call: spec((*call.first.shape[:-1], _columns(call)), call.first.dtype.name))
 _PRODUCT_PRECISION = Option(help="fp32 or tf32, for float32; fp8, for any dtype")
+_GROUPED_PRECISION = Option(help="fp32 or tf32, for float32; bf16 or fp16, for any dtype")
 _ACTIVATION = Option(help="silu, gelu, ...")
 
 # By argument; "op.argument" is for one op alone.
@@ -276,7 +277,8 @@ OPTIONS: dict[str, Option] = {
     "matmul.precision": _PRODUCT_PRECISION,
     "gated_matmul.precision": _PRODUCT_PRECISION,
     "grouped_matmul.bias": _flag("with a bias", lambda call: spec(_of_groups(call), call.first.dtype.name)),
-    "grouped_matmul.precision": Option(help="fp32 or tf32, for float32; bf16 or fp16, for any dtype"),
+    "grouped_matmul.precision": _GROUPED_PRECISION,
+    "grouped_gated_matmul.precision": _GROUPED_PRECISION,
     "mlp.precision": _PRODUCT_PRECISION,
     # losses
     "weights": _flag("with a weight for each token", lambda call: spec(call.first.shape[:-1], "float32")),
@@ -415,7 +417,8 @@ def arrays_of(op: str, values: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct
             found[name] = weight(shape[-1], columns)
     if "group_sizes" in arguments:
         groups = values["groups"]
-        found["w"] = spec((groups, *found["w"].shape), dtype)
+        for name in found.keys() & {"w", "w_gate", "w_up"}:
+            found[name] = spec((groups, *found[name].shape), dtype)
         found["group_sizes"] = spec((groups,), "int32")
     if "targets" in arguments:
         found["targets"] = spec(shape[:-1], "int32")

@@ -19,6 +19,7 @@ _ORDER = (
     "matmul",
     "mlp",
     "grouped_matmul",
+    "grouped_gated_matmul",
     "normalization",
     "linear_cross_entropy",
 )

@@ -8,26 +8,35 @@ from jaxtyping import Array, Float, Int32
 
 
 class GroupedInputs(NamedTuple):
-    """The arrays of a call. bias is None in a call without one.
+    """The arrays of a call. Arrays that a call lacks are None.
 
     x: [M, K], its rows sorted by group. w: [G, K, N] in x's dtype; [G, N, K] with transpose_w. group_sizes: [G], the
-    number of rows of each group. bias: [G, N], x's dtype or float32.
+    number of rows of each group. bias: [G, N], x's dtype or float32. w_up: like w, of a gated unit. x_up: like x; a
+    call with x_up has no gated unit, and adds x_up @ w_up to x @ w.
     """
 
     x: Float[Array, "M K"]
     w: Float[Array, "G K N"] | Float[Array, "G N K"]
     group_sizes: Int32[Array, " G"]
     bias: Float[Array, "G N"] | None = None
+    w_up: Float[Array, "G K N"] | Float[Array, "G N K"] | None = None
+    x_up: Float[Array, "M K"] | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        return self.w_up is not None and self.x_up is None
 
 
 class GroupedResult(NamedTuple):
     """The results of a call, [M, N] each, in the call's out_dtype. Rows past the last group are 0.
 
-    preactivation: x @ w + bias, None if it is not wanted. Its rows past the last group are 0 too.
+    preactivation: x @ w + bias, None if it is not wanted. up: x @ w_up, likewise, of a gated unit. Their rows past the
+    last group are 0 too.
     """
 
     out: Float[Array, "M N"]
     preactivation: Float[Array, "M N"] | None = None
+    up: Float[Array, "M N"] | None = None
 
 
 class WeightGradientInputs(NamedTuple):
@@ -42,10 +51,12 @@ class WeightGradientInputs(NamedTuple):
 class GroupedOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
-    Row i of group g is out[i] = activation(x[i] @ w[g] + bias[g]), in float32 from the matmul on.
+    Row i of group g is out[i] = activation(x[i] @ w[g] + bias[g]) * (x[i] @ w_up[g]), in float32 from the matmuls on;
+    without w_up there is no second factor. With x_up, x_up[i] @ w_up[g] is added to x[i] @ w[g] instead.
 
     out_dtype: of the results. activation: an elementwise function in jnp, or None. precision: of float32 matmuls,
-    "fp32" or "tf32"; otherwise None. saves_preactivation: whether the result has the preactivation.
+    "fp32" or "tf32"; otherwise None. saves_preactivation: whether the result has preactivation and, for a gated unit,
+    up.
 
     In a call for the gradient of w, out_dtype and transpose_w are of this gradient.
     """

@@ -25,16 +25,24 @@ def grouped_matmul(inputs: GroupedInputs, options: GroupedOptions) -> GroupedRes
     groups, rows, columns, _ = options.sizes(inputs)
     if rows == 0 or groups == 0:
         out = jnp.zeros((rows, columns), options.out_dtype)
-        return GroupedResult(out=out, preactivation=out if options.saves_preactivation else None)
+        return GroupedResult(*[out] * _count(inputs, options))
     offsets, block = group_offsets(inputs.group_sizes, rows), _block(rows, groups)
     tiles = group_tiles(offsets, rows, block)
 
     def of_tile(tile: GroupTiles) -> list[jax.Array]:
         group = jnp.minimum(tile.group, groups - 1)
-        z = _dot(_rows(inputs.x, tile, block), inputs.w[group], (1, 1 if options.transpose_w else 0), options)
+        multiply: Any = lambda x, w: _dot(
+            _rows(x, tile, block), w[group], (1, 1 if options.transpose_w else 0), options
+        )
+        z = multiply(inputs.x, inputs.w)
+        z = z if inputs.x_up is None else z + multiply(inputs.x_up, inputs.w_up)
         z = z if inputs.bias is None else z + inputs.bias[group][None].astype(jnp.float32)
-        out = z if options.activation is None else options.activation(z)
-        return [y.astype(options.out_dtype) for y in ((out, z) if options.saves_preactivation else (out,))]
+        out: Any = z if options.activation is None else options.activation(z)
+        up: Any = None
+        if inputs.is_gated:
+            up = multiply(inputs.x, inputs.w_up)
+            out = out * up
+        return [y.astype(options.out_dtype) for y in (out, z, up)[: _count(inputs, options)]]
 
     group = group_of_rows(offsets, rows)
     tile = (lax.iota(jnp.int32, rows)[:, None] >= tiles.end[None]).sum(axis=1, dtype=jnp.int32)
@@ -42,6 +50,11 @@ def grouped_matmul(inputs: GroupedInputs, options: GroupedOptions) -> GroupedRes
     exists = (group < groups)[:, None]
     of_tiles = [y.reshape(y.shape[0] * block, columns) for y in lax.map(of_tile, tiles)]
     return GroupedResult(*(jnp.where(exists, y[source], 0) for y in of_tiles))
+
+
+def _count(inputs: GroupedInputs, options: GroupedOptions) -> int:
+    """The number of results of a call."""
+    return (3 if inputs.is_gated else 2) if options.saves_preactivation else 1
 
 
 def weight_gradient(inputs: WeightGradientInputs, options: GroupedOptions) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.ops.activations import ACTIVATIONS
-from jax_kernels.ops.grouped.grouped_matmul import grouped_matmul
+from jax_kernels.ops.grouped.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from jax_kernels.testing import named_errors
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of grouped_matmul, without its arrays.
+    """A call of grouped_matmul, or of grouped_gated_matmul if is_gated, without its arrays.
 
     sizes: of the groups. past: the rows of x past the last group, which hold NaN, as does their cotangent. depth: K.
     columns: N. bias: its dtype, None for none. out_dtype: None for dtype.
@@ -48,20 +48,24 @@ class Case:
     activation: str | None = None
     transpose_w: bool = False
     precision: str | None = None
+    is_gated: bool = False
 
     @property
     def rows(self) -> int:
         return sum(self.sizes) + self.past
 
     @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of the weights."""
+        return ("w_gate", "w_up") if self.is_gated else ("w",)
+
+    @property
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the call's arrays by name, and of dout, the cotangent of out."""
         groups, weight = len(self.sizes), (self.depth, self.columns)
-        found = {
-            "x": spec((self.rows, self.depth), self.dtype),
-            "w": spec((groups, *(weight[::-1] if self.transpose_w else weight)), self.dtype),
-            "group_sizes": spec((groups,), "int32"),
-        }
+        of_w = spec((groups, *(weight[::-1] if self.transpose_w else weight)), self.dtype)
+        found = {"x": spec((self.rows, self.depth), self.dtype)} | dict.fromkeys(self.weights, of_w)
+        found["group_sizes"] = spec((groups,), "int32")
         if self.bias:
             found["bias"] = spec((groups, self.columns), self.bias)
         return found | {"dout": spec((self.rows, self.columns), self.out_dtype or self.dtype)}
@@ -71,14 +75,19 @@ class Case:
         random = np.random.default_rng(0)
         found = {}
         for name, of_type in self.types.items():
-            values = random.standard_normal(of_type.shape) * (self.depth**-0.5 if name == "w" else 1.0)
+            values = random.standard_normal(of_type.shape) * (self.depth**-0.5 if name in self.weights else 1.0)
             if name in ("x", "dout"):
                 values[sum(self.sizes) :] = np.nan
             found[name] = jnp.asarray(self.sizes if name == "group_sizes" else values, of_type.dtype)
         return found, found.pop("dout")
 
-    def call(self, given: dict[str, Any], implementation: str | None, op: Any = grouped_matmul) -> Any:
-        """op(x, w, group_sizes, ...) with the case's options. given: the arrays by name."""
+    @property
+    def op(self) -> Any:
+        return grouped_gated_matmul if self.is_gated else grouped_matmul
+
+    def call(self, given: dict[str, Any], implementation: str | None, op: Any = None) -> Any:
+        """op(x, w, group_sizes, ...) with the case's options. given: the arrays by name. op: None is the case's."""
+        op = op or self.op
         options = {name: getattr(self, name) for name in ("activation", "out_dtype", "precision", "transpose_w")}
         return op(**given, **options, implementation=implementation)
 
@@ -101,8 +110,13 @@ class Case:
     def definition(self) -> dict[str, np.ndarray]:
         """The right results in NumPy float64, with the names that `run` gives: a loop over the groups."""
         arrays, cotangent = self.arrays()
-        x, w, dout = (np.asarray(y).astype(np.float64) for y in (arrays["x"], arrays["w"], cotangent))
-        w = w.swapaxes(1, 2) if self.transpose_w else w
+        x, dout, *weights = (
+            np.asarray(y).astype(np.float64) for y in (arrays["x"], cotangent, *(arrays[name] for name in self.weights))
+        )
+        weights = [y.swapaxes(1, 2) if self.transpose_w else y for y in weights]
+        w = weights[0]
+        if self.is_gated:
+            return self._gated_definition(x, weights, dout)
         bias = np.zeros((len(w), self.columns))
         if self.bias:
             bias = np.asarray(arrays["bias"]).astype(np.float64)
@@ -114,6 +128,21 @@ class Case:
             dx[rows], dw[group], dbias[group] = dz @ w[group].T, x[rows].T @ dz, dz.sum(axis=0)
         found = {"out": out, "primal": out, "dx": dx, "dw": dw.swapaxes(1, 2) if self.transpose_w else dw}
         return found | ({"dbias": dbias} if self.bias else {})
+
+    def _gated_definition(self, x: np.ndarray, weights: list[np.ndarray], dout: np.ndarray) -> dict[str, np.ndarray]:
+        """The right results of a gated call. weights: [G, K, N] of the gate and of up."""
+        out, dx, *gradients = (np.zeros(y.shape) for y in (dout, x, *weights))
+        ends = np.cumsum(self.sizes)
+        for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
+            rows = slice(end - size, end)
+            gate, up = (x[rows] @ w[group] for w in weights)
+            activated, dgate = self._activated(gate, dout[rows] * up)
+            out[rows] = activated * up
+            for w, gradient, dz in zip(weights, gradients, (dgate, dout[rows] * activated), strict=True):
+                dx[rows] += dz @ w[group].T
+                gradient[group] = x[rows].T @ dz
+        gradients = [y.swapaxes(1, 2) if self.transpose_w else y for y in gradients]
+        return {"out": out, "primal": out, "dx": dx, "dw_gate": gradients[0], "dw_up": gradients[1]}
 
     def _activated(self, z: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(activation(z), the cotangent of z for the cotangent dout of activation(z)), in float64."""
@@ -127,7 +156,7 @@ class Case:
 def why_not(case: Case, implementation: str) -> str | None:
     """The reason why this implementation cannot run a case on this machine; None if it can."""
     given = {name: x for name, x in case.types.items() if name != "dout"}
-    return case.call(given, implementation, functools.partial(refusal, grouped_matmul))
+    return case.call(given, implementation, functools.partial(refusal, case.op))
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
@@ -150,8 +179,10 @@ def _bound(case: Case, name: str, dtype: Any, right: np.ndarray) -> float:
     of_inputs, scale = float(jnp.finfo(case.dtype).eps), np.abs(right).max(initial=0)
     precision = 2**-9 if case.precision == "tf32" else 2**-22  # operands are truncated to tf32, not rounded
     largest = max(case.sizes, default=0)
-    counts = {"dw": largest, "dbias": largest, "dx": case.columns}
+    counts = {"dw": largest, "dw_gate": largest, "dw_up": largest, "dbias": largest, "dx": case.columns}
     terms = math.sqrt(counts.get(name, case.depth))
+    if case.is_gated:  # a factor of each summand, x @ w_up or activation(x @ w_gate), is up to about 4
+        terms *= 4
     # The gradients are sums of dz, which is rounded and comes from a rounded preactivation.
     rounded = 0.0 if name in ("out", "primal") else of_inputs * (3 if case.activation else 1)
     return float(0.6 * float(jnp.finfo(dtype).eps) * scale + terms * (rounded + precision) + 2**-20 * scale)

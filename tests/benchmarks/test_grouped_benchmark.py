@@ -43,7 +43,7 @@ def test_blocks_override_the_plan(monkeypatch):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("words", ["", "--with-gradients", "--epilogue --with-gradients"])
+@pytest.mark.parametrize("words", ["", "--with-gradients", "--epilogue --with-gradients", "--gated --with-gradients"])
 def test_runs(tmp_path, monkeypatch, without_gpu, words):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
     output = tmp_path / "grouped.json"
@@ -53,6 +53,8 @@ def test_runs(tmp_path, monkeypatch, without_gpu, words):
     assert [row["sizes"] for row in rows] == ["even", "skewed"]
     assert (rows[1]["smallest_group"], rows[1]["largest_group"]) == (6, 17)
     peers = {} if "epilogue" in words else {"ragged_dot": "ok", "dense": "ok"}
+    if "gated" in words:
+        peers = {"two": "unavailable", "ragged_dot": "unavailable", "dense": "ok"}
     for row in rows:
         statuses = {c["name"]: c["status"] for c in row["contenders"]}
         assert statuses == {"mosaic_gpu": "unavailable", "triton": "unavailable", "xla": "ok"} | peers

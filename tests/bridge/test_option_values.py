@@ -228,7 +228,7 @@ def test_option_without_visible_effect_is_part_of_the_key(op, name, direct):
     assert counts[0] < counts[1] == counts[3]
 
 
-@pytest.mark.parametrize("op", ["matmul", "gated_matmul", "grouped_matmul", "mlp"])
+@pytest.mark.parametrize("op", ["matmul", "gated_matmul", "grouped_matmul", "grouped_gated_matmul", "mlp"])
 def test_matmul_precision_setting(op, direct):
     given, _ = CASES[op]
     before, counts = torch.get_float32_matmul_precision(), []

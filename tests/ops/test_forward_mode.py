@@ -11,6 +11,7 @@ from jax_kernels import (
     dynamic_mask_attention,
     flash_attention,
     gated_matmul,
+    grouped_gated_matmul,
     grouped_matmul,
     layer_norm,
     linear_cross_entropy,
@@ -94,6 +95,13 @@ CASES = {
         lambda x, w, bias: grouped_matmul(x, w, np.array([2, 0, 1], np.int32), bias=bias, activation="silu"),
         lambda x, w, bias: GROUP_EXISTS * silu(jnp.einsum("mk,mkn->mn", x, w[GROUP]) + bias[GROUP]),
         (X, np.stack([W, DOWN.T, W[::-1]]), np.stack([BIAS, BIAS[::-1], 2 * BIAS])),
+    ),
+    "grouped_gated_matmul": (
+        lambda x, gate, up: grouped_gated_matmul(x, gate, up, np.array([2, 0, 1], np.int32)),
+        lambda x, gate, up: (
+            GROUP_EXISTS * silu(jnp.einsum("mk,mkn->mn", x, gate[GROUP])) * jnp.einsum("mk,mkn->mn", x, up[GROUP])
+        ),
+        (X, np.stack([W, DOWN.T, W[::-1]]), np.stack([DOWN.T, W, W])),
     ),
     "low_bit": (
         lambda x, bias: matmul(x, WEIGHTS, bias=bias, activation="silu"),

@@ -37,6 +37,11 @@ CASES = {
     "dilated": (dilated, ["b, 16, 2, 8"], "batch"),
     "matmul": (functools.partial(jk.matmul, activation="gelu"), ["b, 32", "32, 16"], "m"),
     "gated": (lambda x, w, **o: jk.gated_matmul(x, w, w, **o), ["b, 32", "32, 16"], "m"),
+    "grouped gated": (
+        lambda x, w, **o: jk.grouped_gated_matmul(x, w[None], w[None], jnp.ones(1, int), **o),
+        ["b, 32", "32, 16"],
+        "m",
+    ),
     "grouped": (lambda x, w, **o: jk.grouped_matmul(x, w[None], jnp.ones(1, int), **o), ["b, 32", "32, 16"], "m"),
     "mlp": (lambda x, w, **o: jk.mlp(x, w, w.T, **o), ["b, 32", "32, 16"], "m"),
     "loss": (lambda x, w, **o: jk.linear_cross_entropy(x, w, jnp.argmax(x, -1), **o), ["b, 32", "32, 32"], "tokens"),

@@ -164,6 +164,14 @@ def _grouped(implementation: str) -> Call:
     return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, 320), _shape(4, 320)))
 
 
+def _grouped_gated(implementation: str) -> Call:
+    def multiply(x: Any, w_gate: Any, w_up: Any) -> Any:
+        sizes = jnp.asarray([70, 0, 13, 200], jnp.int32)
+        return jk.grouped_gated_matmul(x, w_gate, w_up, sizes, implementation=implementation)
+
+    return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, 320), _shape(4, 128, 320)))
+
+
 def _gated(implementation: str, **options: Any) -> Call:
     function = functools.partial(jk.gated_matmul, activation="silu", implementation=implementation, **options)
     return Call(function=function, shapes=(_shape(200, 256), _shape(256, 384), _shape(256, 384)))
@@ -253,6 +261,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "hopper matmul fp8 block": lambda: _matmul(HOPPER, 256, 512, 384, precision="fp8", scaling="block"),
     "hopper gated": lambda: _gated(HOPPER),
     "hopper grouped": lambda: _grouped(HOPPER),
+    "hopper grouped gated": lambda: _grouped_gated(HOPPER),
     "hopper int4": lambda: _low_bit(HOPPER, "int4", 4),
     "hopper mxfp8": lambda: _low_bit(HOPPER, "mxfp8", 16),
     "hopper rms_norm 37 x 4096": lambda: _norm("rms_norm", HOPPER, 37, 4096),
@@ -281,6 +290,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "triton matmul few rows": lambda: _matmul(TRITON, 3, 4096, 64),
     "triton gated": lambda: _gated(TRITON),
     "triton grouped": lambda: _grouped(TRITON),
+    "triton grouped gated": lambda: _grouped_gated(TRITON),
     "triton int4": lambda: _low_bit(TRITON, "int4", 4),
     "triton mxfp4": lambda: _low_bit(TRITON, "mxfp4", 3, inner=4096),
     "triton rms_norm 37 x 1000": lambda: _norm("rms_norm", TRITON, 37, 1000),

@@ -89,6 +89,7 @@ def matmuls(x: Float[Array, "B T K"], w: Float[Array, "K N"], bias: Float[Array,
     assert_type(jax_kernels.matmul(x, jax_kernels.quantize(w, "int4"), precision=None), jax.Array)
     assert_type(jax_kernels.gated_matmul(x, w, w), jax.Array)
     weights = jnp.stack([w] * 2)
+    assert_type(jax_kernels.grouped_gated_matmul(x[0], weights, weights, jnp.ones(2, int)), jax.Array)
     assert_type(jax_kernels.grouped_matmul(x[0], weights, jnp.ones(2, int), activation="silu"), jax.Array)
     assert_type(jax_kernels.mlp(x, w, w, w_gate=w), jax.Array)
     assert_type(jax_kernels.linear_cross_entropy(x, w, jnp.zeros(x.shape[:2], int), reduction="mean"), jax.Array)

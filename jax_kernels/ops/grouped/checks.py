@@ -1,5 +1,6 @@
-"""The checks of grouped_matmul's arguments."""
+"""The checks of grouped_matmul's and grouped_gated_matmul's arguments."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,10 +11,10 @@ from jax_kernels import dispatch
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.ops import checks
 from jax_kernels.ops.grouped.implementations import GroupedRequest, request_of
-from jax_kernels.ops.matmul.checks import ROUNDED, checked_activation, checked_out_dtype
+from jax_kernels.ops.matmul.checks import ROUNDED, checked_activation, checked_out_dtype, told_as
 from jax_kernels.quantization import QuantizedArray
 
-__all__ = ["check"]
+__all__ = ["check", "check_gated"]
 
 
 def check(
@@ -46,11 +47,34 @@ def check(
     return request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x)), inputs, options
 
 
-def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
-    """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError."""
-    for name, y in {"x": x, "w": w}.items():
+def check_gated(
+    *, x, w_gate, w_up, group_sizes, activation="silu", **options
+) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:
+    """(request, arrays, options) of a grouped_gated_matmul call. Raises the errors that grouped_gated_matmul documents.
+
+    In the arrays, w is w_gate. options: the other arguments of grouped_gated_matmul, by name.
+    """
+    _refuse_quantized(w_gate=w_gate, w_up=w_up)
+    w_gate, w_up = checks.checked_array("w_gate", w_gate), checks.checked_array("w_up", w_up)
+    if (w_up.shape, w_up.dtype) != (w_gate.shape, w_gate.dtype):
+        got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
+        raise ValueError(f"w_up: got {got}, want w_gate's dtype and shape: {want}")
+    with told_as("w_gate"):
+        request, inputs, found = check(x=x, w=w_gate, group_sizes=group_sizes, activation=activation, **options)
+    w_up = checks.converted(w_up, inputs.w.dtype) if w_up.dtype != inputs.w.dtype else w_up
+    return dataclasses.replace(request, op="grouped_gated_matmul"), inputs._replace(w_up=w_up), found
+
+
+def _refuse_quantized(**arrays: Any) -> None:
+    """Raises TypeError for a QuantizedArray."""
+    for name, y in arrays.items():
         if isinstance(y, QuantizedArray):
             raise TypeError(f"{name}: got a QuantizedArray, want bfloat16, float16 or float32; matmul takes these")
+
+
+def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
+    """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError."""
+    _refuse_quantized(x=x, w=w)
     x, w = checks.checked_array("x", x), checks.checked_array("w", w)
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")

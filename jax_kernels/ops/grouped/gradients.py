@@ -12,52 +12,53 @@ from jax import lax
 from jax_kernels import dispatch
 from jax_kernels.inputs.group_tiles import group_offsets
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult, WeightGradientInputs
-from jax_kernels.inputs.matmul import in_range
 from jax_kernels.ops.grouped.implementations import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.grouped.partitioning import shared_matmul, shared_weight_gradient
-from jax_kernels.ops.matmul.gradients import ScaledCotangents
+from jax_kernels.ops.matmul.gradients import ScaledCotangents, epilogue_gradients
 from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, no_calls
 from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.reference.grouped_matmul import sum_of_rows
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["planned"]
+__all__ = ["forward_of", "further", "input_gradient", "planned", "weight_gradient"]
 
 
 def planned(call: PlannedCall, inputs: GroupedInputs) -> jax.Array:
-    """out [M, N] of a planned grouped_matmul, differentiable."""
+    """out [M, N] of a planned grouped_matmul or grouped_gated_matmul, differentiable."""
     if call.implementation == "xla":
         return _plain(call, inputs)
-    return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode("grouped_matmul")))
+    name = "grouped_gated_matmul" if inputs.is_gated else "grouped_matmul"
+    return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode(name)))
 
 
 def _out(call, inputs):
-    return _forward_of(call)(inputs).out
+    return forward_of(call)(inputs).out
 
 
 @under_defaults
 def _forward(call, inputs):
-    options = dataclasses.replace(call.options, saves_preactivation=call.options.activation is not None)
-    result = _forward_of(dataclasses.replace(call, options=options))(inputs)
-    return result.out, (inputs, result.preactivation)
+    saves = call.options.activation is not None or inputs.is_gated
+    options = dataclasses.replace(call.options, saves_preactivation=saves)
+    result = forward_of(dataclasses.replace(call, options=options))(inputs)
+    return result.out, (inputs, result._replace(out=None))  # type: ignore[arg-type]
 
 
 @under_defaults
 def _backward(call, residuals, dout):
     """(GroupedInputs of the gradients,). dout: the cotangent of out, [M, N]."""
-    inputs, z = residuals
-    dz = dout.astype(jnp.float32)
-    if z is not None:
-        wide = in_range(z.astype(jnp.float32), z.dtype)
-        dz = jax.vjp(lambda z: call.options.activation(z).astype(jnp.float32), wide)[1](dz)[0]
-    if inputs.x.dtype == jnp.float16 and dout.dtype == jnp.float32:
-        dz = _without_other_rows(dz, inputs.group_sizes)  # their values may not set the scale of float16
+    inputs, saved = residuals
+    dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
+    if inputs.x.dtype == jnp.float16 and dout.dtype == jnp.float32:  # other rows may not set the scale of float16
+        dz, dup = (None if y is None else _without_other_rows(y, inputs.group_sizes) for y in (dz, dup))
     dbias = None if inputs.bias is None else sum_of_rows(dz, inputs.group_sizes).astype(inputs.bias.dtype)
-    scaled = ScaledCotangents.of(dz, None, dout.dtype, inputs.x.dtype)
-    dx = scaled.back(functools.partial(_dx, call, inputs, scaled.dz))
-    dw = scaled.back(functools.partial(_dw, call, inputs, scaled.dz))
-    return (GroupedInputs(x=dx, w=dw, group_sizes=None, bias=dbias),)  # type: ignore[arg-type]
+    scaled = ScaledCotangents.of(dz, dup, dout.dtype, inputs.x.dtype)
+    dx = scaled.back(functools.partial(input_gradient, call, inputs, scaled.dz, scaled.dup))
+    dw, dw_up = (
+        None if y is None else scaled.back(functools.partial(weight_gradient, call, inputs, y))
+        for y in (scaled.dz, scaled.dup)
+    )
+    return (GroupedInputs(x=dx, w=dw, group_sizes=None, bias=dbias, w_up=dw_up),)  # type: ignore[arg-type]
 
 
 def _without_other_rows(dz: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -67,22 +68,36 @@ def _without_other_rows(dz: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return jnp.where(lax.iota(jnp.int32, rows)[:, None] < end, dz, 0)
 
 
-def _dx(call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, out_dtype: str | None = None) -> jax.Array:
-    """The gradient of x [M, K]: dz [M, N] times each group's transposed weights. out_dtype: None is x's dtype."""
+def input_gradient(
+    call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, dup: jax.Array | None, out_dtype: str | None = None
+) -> jax.Array:
+    """The gradient of x [M, K]: dz [M, N] times each group's transposed w, plus dup times w_up. out_dtype: None is x's.
+
+    dz, dup: the cotangents of x @ w and, of a gated unit, of x @ w_up.
+    """
     options = GroupedOptions(
         out_dtype=out_dtype or str(dz.dtype),
         transpose_w=not call.options.transpose_w,
         precision=call.options.precision,
     )
-    given = GroupedInputs(x=dz, w=inputs.w, group_sizes=inputs.group_sizes)
-    request = request_of(options, dz.dtype, options.sizes(given), dispatch.target_device(dz))
+    w_up = None if dup is None else inputs.w_up
+    given = GroupedInputs(x=dz, w=inputs.w, group_sizes=inputs.group_sizes, x_up=dup, w_up=w_up)
+    return further(call, given, options).out
+
+
+def further(call: PlannedCall, inputs: GroupedInputs, options: GroupedOptions) -> GroupedResult:
+    """The GroupedResult of another matmul that a planned call needs, such as one of its backward.
+
+    call: gives only the implementation. A matmul that it does not support runs by Triton, or else by XLA.
+    """
+    request = request_of(options, inputs.x.dtype, options.sizes(inputs), dispatch.target_device(inputs.x))
     names = dict.fromkeys([call.implementation, "triton", "xla"])
     name = next(name for name in names if IMPLEMENTATIONS[name].supports(request) is None)
-    return _forward_of(OP.call(request, options, name))(given).out
+    return forward_of(OP.call(request, options, name))(inputs)
 
 
-def _dw(call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, out_dtype: str | None = None) -> jax.Array:
-    """The gradient of w, in w's shape. out_dtype: None is x's dtype."""
+def weight_gradient(call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, out_dtype: str | None = None) -> jax.Array:
+    """The gradient of w, in w's shape, from the cotangent dz of x @ w. out_dtype: None is x's dtype."""
     options = GroupedOptions(
         out_dtype=out_dtype or str(dz.dtype),
         transpose_w=call.options.transpose_w,
@@ -97,7 +112,7 @@ _by_kernels.defvjp(_forward, _backward)
 _plain = in_both_modes(_out, _forward, _backward)
 
 
-def _forward_of(call: PlannedCall) -> Callable[[GroupedInputs], GroupedResult]:
+def forward_of(call: PlannedCall) -> Callable[[GroupedInputs], GroupedResult]:
     """A function from GroupedInputs to the GroupedResult of the call's implementation."""
     return functools.partial(_run, call, "forward") if call.implementation == "xla" else _shared_forward(call)
 

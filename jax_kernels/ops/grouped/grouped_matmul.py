@@ -1,4 +1,4 @@
-"""grouped_matmul: the matmul of a mixture of experts, where each group of rows has its own weights."""
+"""grouped_matmul and grouped_gated_matmul: matmuls of a mixture of experts. Each group of rows has its own weights."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.ops.grouped import gradients
-from jax_kernels.ops.grouped.checks import check
-from jax_kernels.ops.grouped.implementations import OP
+from jax_kernels.ops.grouped.checks import check, check_gated
+from jax_kernels.ops.grouped.implementations import GATED, OP
 from jax_kernels.ops.sharding.explicit_axes import as_grouped, with_explicit_axes
 from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["grouped_matmul"]
+__all__ = ["grouped_gated_matmul", "grouped_matmul"]
 
 
 @with_plain_numbers("transpose_w")
@@ -89,4 +89,69 @@ def grouped_matmul(
     return gradients.planned(OP.call(request, options, implementation), as_varying(inputs, varying_axes(inputs)))
 
 
+@with_plain_numbers("transpose_w")
+@with_explicit_axes(as_grouped)
+@under_defaults
+@jax.named_scope("grouped_gated_matmul")
+def grouped_gated_matmul(
+    x: Float[Array, "M K"],
+    w_gate: Float[Array, "G K N"] | Float[Array, "G N K"],
+    w_up: Float[Array, "G K N"] | Float[Array, "G N K"],
+    group_sizes: Int[Array, " G"],
+    activation: str | Callable[[jax.Array], jax.Array] = "silu",
+    *,
+    transpose_w: bool = False,
+    out_dtype: DTypeLike | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """The gated unit activation(x @ w_gate) * (x @ w_up) of rows that are sorted by group, in one pass over x.
+
+    Equivalent to the following JAX code, in float32 after the matmuls::
+
+        gate, up = (grouped_matmul(x, w, group_sizes, transpose_w=transpose_w) for w in (w_gate, w_up))
+        out = (activation(gate) * up).astype(out_dtype)
+
+    The groups are as in grouped_matmul: rows past the last group give 0, and have no influence on gradients. The
+    forward of a differentiated call also saves the results of the two matmuls, in out_dtype. One launch computes the
+    gradient of x, and adds both of its matmuls in float32.
+
+    Args:
+      x: [M, K], bfloat16, float16 or float32.
+      w_gate, w_up: [G, K, N] in x's dtype; [G, N, K] with transpose_w. Both have one shape.
+      group_sizes: [G], integers, as in grouped_matmul.
+      activation: a name, or an elementwise jnp function of float32, as grouped_matmul takes it.
+      transpose_w: whether w_gate and w_up are [G, N, K].
+      out_dtype: bfloat16, float16 or float32; None is x's dtype.
+      precision: None, "fp32", "tf32", "bf16" or "fp16", as in grouped_matmul.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
+        has derivatives in forward mode (jax.jvp) and second derivatives.
+
+    Returns:
+      out [M, N] in out_dtype.
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, a value is out of range, or x's rows or the groups are sharded over
+        Explicit mesh axes.
+      NotImplementedError: a named implementation cannot serve this call; the message has the reason.
+
+    Sources: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202; Gale et al., "MegaBlocks: Efficient
+    Sparse Training with Mixture-of-Experts" (2022), arXiv:2211.15841.
+    """
+    request, inputs, options = check_gated(
+        x=x,
+        w_gate=w_gate,
+        w_up=w_up,
+        group_sizes=group_sizes,
+        activation=activation,
+        transpose_w=transpose_w,
+        out_dtype=out_dtype,
+        precision=precision,
+        implementation=implementation,
+    )
+    return gradients.planned(GATED.call(request, options, implementation), as_varying(inputs, varying_axes(inputs)))
+
+
 OP.explained_by(check)(grouped_matmul)
+GATED.explained_by(check_gated)(grouped_gated_matmul)

@@ -22,12 +22,12 @@ from jax_kernels.pallas.triton import backend
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.reference import grouped_matmul as reference
 
-__all__ = ["IMPLEMENTATIONS", "OP", "GroupedRequest", "request_of"]
+__all__ = ["GATED", "IMPLEMENTATIONS", "OP", "GroupedRequest", "request_of"]
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedRequest(Request):
-    """A grouped matmul without its arrays: x [m, k], w [groups, k, n].
+    """A grouped matmul, or grouped gated unit, without its arrays: x [m, k], w and w_up [groups, k, n].
 
     dtype: x's. activation: a function, or None. precision: of float32 matmuls.
     """
@@ -154,3 +154,4 @@ def _order(request: GroupedRequest) -> tuple[tuple[str, ...], str]:
 
 
 OP = PlannedOp("grouped_matmul", IMPLEMENTATIONS, _order)
+GATED = PlannedOp("grouped_gated_matmul", IMPLEMENTATIONS, _order)

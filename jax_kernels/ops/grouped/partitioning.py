@@ -4,6 +4,7 @@ A device that holds a part of the rows would need the groups of these rows. Insi
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -32,10 +33,12 @@ def shared_matmul(
         if not is_partitioned():
             return function(inputs)
         _, _, columns, depth = options.sizes(inputs)
-        is_product = inputs.bias is None and options.activation is None
+        is_product = inputs.bias is None and options.activation is None and not inputs.is_gated
         of_w = (None, COLUMNS, DEPTH) if options.transpose_w else (None, DEPTH, COLUMNS)
+        of_x = None, DEPTH
+        axes: Any = GroupedInputs(x=of_x, w=of_w, group_sizes=(None,), bias=(None, COLUMNS), w_up=of_w, x_up=of_x)  # type: ignore[arg-type]
         shares = Shares(
-            arguments=[(None, DEPTH), of_w, (None,), *([] if inputs.bias is None else [(None, COLUMNS)])],
+            arguments=[of for of, y in zip(axes, inputs, strict=True) if y is not None],
             results=lambda result: [(None, COLUMNS)] * len(jax.tree.leaves(result)),
             lengths={COLUMNS.name: columns} | ({DEPTH.name: depth} if is_product else {}),
             warning=WARNING,

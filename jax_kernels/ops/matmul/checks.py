@@ -27,6 +27,7 @@ __all__ = [
     "checked_bias",
     "checked_out_dtype",
     "checked_residual",
+    "told_as",
 ]
 
 DTYPES = (*checks.DTYPES, *fp8.DTYPES)
@@ -147,12 +148,12 @@ def check_gated(
     got_shape, want_shape = (None if x is None else jnp.shape(x) for x in (up_scale, gate_scale))
     if got_shape != want_shape:
         raise ValueError(f"w_up_scale: got shape {got_shape}, want w_gate_scale's {want_shape}")
-    with _told_as("w_gate"):
+    with told_as("w_gate"):
         request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
     if w_up.dtype != inputs.w.dtype:
         w_up = checks.converted(w_up, inputs.w.dtype)
     if options.scaling is not None and up_scale is not None:
-        with _told_as("w_up"):
+        with told_as("w_up"):
             _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
         inputs = inputs._replace(w_up_scale=of_second.w_scale)
     elif inputs.w_scale is not None:
@@ -170,16 +171,16 @@ def _check_gated_low_bit(
     ]
     if kinds[0] != kinds[1]:
         raise ValueError(f"w_up: got {kinds[1]}, want w_gate's layout, shape and dtype of scales: {kinds[0]}")
-    with _told_as("w_up"):
+    with told_as("w_up"):
         _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
-    with _told_as("w_gate"):
+    with told_as("w_gate"):
         request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
     inputs = inputs._replace(w_up=of_second.w, w_up_scale=of_second.w_scale)
     return dataclasses.replace(request, op="gated_matmul", is_gated=True), inputs, options
 
 
 @contextlib.contextmanager
-def _told_as(name: str) -> Iterator[None]:
+def told_as(name: str) -> Iterator[None]:
     """A context in which TypeErrors and ValueErrors about the arguments w and w_scale name `name` instead of w."""
     try:
         yield

@@ -247,16 +247,18 @@ def as_product(arguments: dict[str, Any]) -> Any:
 
 
 def as_grouped(arguments: dict[str, Any]) -> Any:
-    """The PartitionSpec of grouped_matmul's result [M, N]: the columns are sharded like w's.
+    """The PartitionSpec of the result [M, N] of grouped_matmul or grouped_gated_matmul: sharded like w's columns.
 
     arguments: of the op, by name. Raises ValueError if the rows of x or the groups are sharded.
     """
-    for name, noun in (("x", "rows"), ("w", "groups"), ("group_sizes", "groups")):
+    weights = ["w_gate", "w_up"] if "w_gate" in arguments else ["w"]
+    op = "grouped_gated_matmul" if "w_gate" in arguments else "grouped_matmul"
+    for name, noun in (("x", "rows"), *((name, "groups") for name in (*weights, "group_sizes"))):
         axes = _spec(arguments[name])[:1]
         if any(axis is not None for axis in axes):
             raise ValueError(
                 f"{name}: got {noun} that are sharded over {axes[0]!r}, want all {noun} on each device; call "
-                "grouped_matmul inside jax.shard_map for sharded rows or groups"
+                f"{op} inside jax.shard_map for sharded rows or groups"
             )
-    columns = _spec(arguments["w"])[1 if arguments.get("transpose_w") else 2 :][:1]
+    columns = _spec(arguments[weights[0]])[1 if arguments.get("transpose_w") else 2 :][:1]
     return PartitionSpec(None, *columns)

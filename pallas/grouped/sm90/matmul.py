@@ -1,4 +1,6 @@
-"""The Hopper grouped matmul with its epilogue: out[i] = activation(x[i] @ w[group of i] + bias[group of i]).
+"""The Hopper grouped matmul with its epilogue, for row i of group g:
+
+    out[i] = activation(x[i] @ w[g] + bias[g]) * (x[i] @ w_up[g])
 
 One CTA runs on each SM, and takes one work tile of 128 rows of one group and block_n columns after another. A memory
 warpgroup loads blocks of 64 values of the inner dimension through a pipeline of stages, and runs ahead into the next
@@ -33,7 +35,7 @@ from jax_kernels.pallas.grouped.sm90.state import (
     WorkTile,
     run_warpgroup,
 )
-from jax_kernels.pallas.kernel_types import Index, Ref
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.elementwise import for_tiles
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
@@ -44,8 +46,9 @@ EIGHT = 8  # rows of a swizzle atom
 def grouped_matmul(
     inputs: GroupedInputs, options: GroupedOptions, *, config: GroupedSm90, core_count: int, interpret: bool
 ) -> GroupedResult:
-    """Computes activation(x @ w[group] + bias[group]) on Hopper; rows past the last group are 0.
+    """Computes activation(x @ w[group] + bias[group]) * (x @ w_up[group]) on Hopper; rows past the last group are 0.
 
+    A call without w_up has no second factor. With x_up, x_up @ w_up is added to x @ w instead.
     x and out have 16 bits. N and K are multiples of 64. core_count: the number of SMs. interpret: runs the kernel in
     JAX's interpreter.
     """
@@ -67,7 +70,7 @@ def grouped_matmul(
     results = launch(
         entry,
         "grouped_matmul_sm90",
-        out_type=[out, out] if options.saves_preactivation else [out],
+        out_type=[out] * traits.results,
         ctas=ctas,
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -89,17 +92,24 @@ def _load_tile(kernel: Kernel, tile: WorkTile, filled: Index) -> None:
         def _wait():
             plgpu.barrier_wait(smem.free.at[slot])
 
-        depth, columns = pl.ds(i * BLOCK_K, BLOCK_K), pl.ds(tile.column, traits.block_n)
-        for nth, row in enumerate(tile.rows):
-            part = x_copies.at[slot, :, pl.ds(nth * ROWS, ROWS)]
-            traits.tiles.load(inputs.x.at[pl.ds(row, ROWS), depth], part, smem.ready.at[slot])
-        w = inputs.w.at[tile.group, columns, depth] if traits.options.transpose_w else None
-        w = inputs.w.at[tile.group, depth, columns] if w is None else w
-        plgpu.copy_gmem_to_smem(w, smem.w.at[slot], smem.ready.at[slot])
+        def load(k: Index, x: Ref, weights: list[Any]) -> None:
+            depth, columns = pl.ds(k * BLOCK_K, BLOCK_K), pl.ds(tile.column, traits.block_n)
+            for nth, row in enumerate(tile.rows):
+                part = x_copies.at[slot, :, pl.ds(nth * ROWS, ROWS)]
+                traits.tiles.load(x.at[pl.ds(row, ROWS), depth], part, smem.ready.at[slot])
+            for w, target in zip(weights, (smem.w, smem.w_up), strict=False):
+                block = w.at[(tile.group, *((columns, depth) if traits.options.transpose_w else (depth, columns)))]
+                plgpu.copy_gmem_to_smem(block, needed(target).at[slot], smem.ready.at[slot])
+
+        if not traits.adds_products:
+            load(i, inputs.x, [inputs.w, inputs.w_up] if traits.is_gated else [inputs.w])
+            return
+        pl.when(i < traits.k_steps)(lambda: load(i, inputs.x, [inputs.w]))
+        pl.when(i >= traits.k_steps)(lambda: load(i - traits.k_steps, needed(inputs.x_up), [inputs.w_up]))
 
     @pl.when(tile.group < traits.groups)
     def _load():
-        lax.fori_loop(0, traits.k_steps, step, None)
+        lax.fori_loop(0, traits.steps, step, None)
 
 
 def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> None:
@@ -112,8 +122,8 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> N
     def _sums():
         sums = _multiply(kernel, wg, filled)
         for part in range(kernel.traits.block_n // COLUMNS):
-            z = sums[:, part * COLUMNS : (part + 1) * COLUMNS]
-            _store_part(kernel, wg, tile, part, row, count, z)
+            of_part = [x[:, part * COLUMNS : (part + 1) * COLUMNS] for x in sums]
+            _store_part(kernel, wg, tile, part, row, count, of_part)
 
     @pl.when(is_in_group & (count == 0))
     def _drain():
@@ -122,7 +132,7 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> N
             plgpu.barrier_wait(kernel.smem.ready.at[slot])
             plgpu.barrier_arrive(kernel.smem.free.at[slot])
 
-        lax.fori_loop(0, kernel.traits.k_steps, step, None)
+        lax.fori_loop(0, kernel.traits.steps, step, None)
 
     @pl.when(jnp.logical_not(is_in_group) & (count > 0))
     def _zeros():
@@ -130,61 +140,63 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> N
             _store_part(kernel, wg, tile, part, row, count, None)
 
 
-def _multiply(kernel: Kernel, wg: Index, filled: Index) -> jax.Array:
-    """The float32 sums [64, block_n] of a warpgroup's rows.
+def _multiply(kernel: Kernel, wg: Index, filled: Index) -> list[jax.Array]:
+    """The float32 sums [64, block_n] of a warpgroup's rows: x @ w and, of a gated unit, x @ w_up.
 
-    A step's wgmma is issued before the wait for the previous step's.
+    A step's wgmmas are issued before the wait for the previous step's.
     """
     traits, smem = kernel.traits, kernel.smem
     x_tiles, _ = traits.tiles.views(smem.x)
     slot_of = lambda i: lax.rem(filled + i, jnp.int32(traits.stages))
     mine = pl.ds(wg * ROWS, ROWS)
 
-    def multiply(acc, i):
-        w = smem.w.at[slot_of(i)]
-        plgpu.wgmma(acc, x_tiles.at[slot_of(i), 0, mine], w.T if traits.options.transpose_w else w)
+    def multiply(accs, i):
+        for acc, operand in zip(accs, (smem.w, smem.w_up), strict=False):
+            w = needed(operand).at[slot_of(i)]
+            plgpu.wgmma(acc, x_tiles.at[slot_of(i), 0, mine], w.T if traits.options.transpose_w else w)
 
-    def sums(acc):
+    def sums(*accs):
         def step(i, _):
             plgpu.barrier_wait(smem.ready.at[slot_of(i)])
-            multiply(acc, i)
-            plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its wgmma has ended
+            multiply(accs, i)
+            plgpu.wgmma_wait(len(accs))
+            plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its wgmmas have ended
 
-        multiply(acc, 0)
-        lax.fori_loop(1, traits.k_steps, step, None)
-        found = acc[...]
-        plgpu.barrier_arrive(smem.free.at[slot_of(traits.k_steps - 1)])
+        multiply(accs, 0)
+        lax.fori_loop(1, traits.steps, step, None)
+        found = [acc[...] for acc in accs]
+        plgpu.barrier_arrive(smem.free.at[slot_of(traits.steps - 1)])
         return found
 
     plgpu.barrier_wait(smem.ready.at[slot_of(0)])  # before the accumulators, so that ptxas writes no zeros
-    return pl.run_scoped(sums, plgpu.ACC((ROWS, traits.block_n)))
+    return pl.run_scoped(sums, *[plgpu.ACC((ROWS, traits.block_n))] * (2 if traits.is_gated else 1))
 
 
 def _store_part(
-    kernel: Kernel, wg: Index, tile: WorkTile, part: int, row: Index, count: Index, z: jax.Array | None
+    kernel: Kernel, wg: Index, tile: WorkTile, part: int, row: Index, count: Index, sums: list[jax.Array] | None
 ) -> None:
     """Computes the epilogue of 64 columns of a warpgroup's rows, and stores it.
 
-    row: the first row. count: the number of rows to store. z: the sums, float32 [64, 64]; None for rows past the last
-    group, which become 0.
+    row: the first row. count: the number of rows to store. sums: float32 [64, 64], x @ w and, of a gated unit, x @
+    w_up; None for rows past the last group, which become 0.
     """
     traits, options = kernel.traits, kernel.traits.options
     column = tile.column + part * COLUMNS
 
     @pl.when(column < traits.n)
     def _():
-        if z is None:
+        if sums is None:
             values: list[Any] = [plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), WGMMA)]
             values *= len(kernel.results)
         else:
-            total = z
+            total, *up = sums
             if kernel.inputs.bias is not None:
                 of_part = kernel.inputs.bias.at[tile.group, pl.ds(column, COLUMNS)]
                 bias = plgpu.load(of_part, layout=COLUMN, optimized=False)
                 total = total + lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, [1])
             activation = for_tiles(options.activation)
-            values = [total if activation is None else activation(total), total][: len(kernel.results)]
+            out = total if activation is None else activation(total)
+            values = [out * up[0] if up else out, total, *up][: len(kernel.results)]
         for i, (y, result) in enumerate(zip(values, kernel.results, strict=True)):
             buffer = (part * len(values) + i) % BUFFERS
             _store(kernel, wg, buffer, y, result.at[:, pl.ds(column, COLUMNS)], row, count)

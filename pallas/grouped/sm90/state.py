@@ -83,16 +83,18 @@ class WorkTile(NamedTuple):
 
 
 class InputRefs(Protocol):
-    """The arrays of GroupedInputs in device memory, as refs; bias is None in a call without one."""
+    """The arrays of GroupedInputs in device memory, as refs; arrays that the call lacks are None."""
 
     x: Ref
     w: Ref
     bias: Ref | None
+    w_up: Ref | None
+    x_up: Ref | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """The static facts of a launch."""
+    """The static facts of a launch. adds_products: whether the call has an x_up."""
 
     options: GroupedOptions
     config: GroupedSm90
@@ -101,11 +103,28 @@ class Traits:
     n: int
     k: int
     dtype: jnp.dtype
+    is_gated: bool
+    adds_products: bool
 
     @classmethod
     def of(cls, inputs: GroupedInputs, options: GroupedOptions, config: GroupedSm90) -> "Traits":
         groups, m, n, k = options.sizes(inputs)
-        return cls(options=options, config=config, groups=groups, m=m, n=n, k=k, dtype=inputs.x.dtype)
+        return cls(
+            options=options,
+            config=config,
+            groups=groups,
+            m=m,
+            n=n,
+            k=k,
+            dtype=inputs.x.dtype,
+            is_gated=inputs.is_gated,
+            adds_products=inputs.x_up is not None,
+        )
+
+    @property
+    def results(self) -> int:
+        """The number of results."""
+        return (3 if self.is_gated else 2) if self.options.saves_preactivation else 1
 
     @property
     def tiles(self) -> SmemTiles:
@@ -114,7 +133,8 @@ class Traits:
 
     @property
     def block_n(self) -> int:
-        return self.config.block_n
+        """The number of columns of a work tile. A gated unit has half as many, because it accumulates two matmuls."""
+        return max(COLUMNS, self.config.block_n // 2) if self.is_gated else self.config.block_n
 
     @property
     def n_blocks(self) -> int:
@@ -122,7 +142,13 @@ class Traits:
 
     @property
     def k_steps(self) -> int:
+        """The number of steps of one matmul of a work tile."""
         return self.k // BLOCK_K
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of a work tile: for x @ w, then for x_up @ w_up if there is an x_up."""
+        return self.k_steps * (2 if self.adds_products else 1)
 
     @property
     def row_tiles(self) -> int:
@@ -132,7 +158,8 @@ class Traits:
     @property
     def stages(self) -> int:
         """The number of stages of the pipeline: config.stages, or fewer if shared memory has no room for as many."""
-        of_stage = (BLOCK_M + self.block_n) * BLOCK_K * self.dtype.itemsize
+        of_w = self.block_n * (2 if self.is_gated else 1)
+        of_stage = (BLOCK_M + of_w) * BLOCK_K * self.dtype.itemsize
         of_results = COMPUTE_WGS * BUFFERS * ROWS * COLUMNS * self.dtype.itemsize
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
 
@@ -142,13 +169,14 @@ class Traits:
 class Smem:
     """A CTA's shared memory.
 
-    x: [stages, 1, 128, 64]. w: [stages, 64, block_n]; [stages, block_n, 64] with transpose_w. out: [warpgroups,
-    buffers, 1, 64, 64], the output buffers. x and out have two views, see SmemTiles. ready, free: [stages], barriers: a
-    step's operands have arrived, or have been read by both warpgroups.
+    x: [stages, 1, 128, 64]. w: [stages, 64, block_n]; [stages, block_n, 64] with transpose_w. w_up: like w, of a gated
+    unit; else None. out: [warpgroups, buffers, 1, 64, 64], the output buffers. x and out have two views, see SmemTiles.
+    ready, free: [stages], barriers: a step's operands have arrived, or have been read by both warpgroups.
     """
 
     x: Ref
     w: Ref
+    w_up: Ref | None
     out: Ref
     ready: Barrier
     free: Barrier
@@ -157,13 +185,14 @@ class Smem:
     def scratch(cls, traits: Traits) -> "Smem":
         """The scratch shapes for pl.run_scoped."""
         stages, of_w = traits.stages, (BLOCK_K, traits.block_n)
+        shape = stages, *(of_w[::-1] if traits.options.transpose_w else of_w)
+        weights = smem_ref(shape, traits.dtype, transforms=SWIZZLED)
         return cls(
             x=traits.tiles.scratch(stages, BLOCK_M, dtype=traits.dtype),
-            w=smem_ref(
-                (stages, *(of_w[::-1] if traits.options.transpose_w else of_w)), traits.dtype, transforms=SWIZZLED
-            ),
+            w=weights,
+            w_up=weights if traits.is_gated else None,
             out=traits.tiles.scratch(COMPUTE_WGS, BUFFERS, ROWS, dtype=jnp.dtype(traits.options.out_dtype)),
-            ready=barrier_ref(num_arrivals=1 + COMPUTE_WGS, num_barriers=stages),
+            ready=barrier_ref(num_arrivals=COMPUTE_WGS + (2 if traits.is_gated else 1), num_barriers=stages),
             free=barrier_ref(num_arrivals=COMPUTE_WGS, num_barriers=stages),
         )
 
@@ -193,7 +222,7 @@ class Kernel:
             following = turn.following()
             loaded = self._tile(jnp.minimum(following.index, tiles - 1), row_tiles)  # read while the tile is computed
             run(tile._replace(column=pl.multiple_of(jnp.int32(tile.column), COLUMNS)), filled)
-            steps = jnp.where(tile.group < self.traits.groups, jnp.int32(self.traits.k_steps), jnp.int32(0))
+            steps = jnp.where(tile.group < self.traits.groups, jnp.int32(self.traits.steps), jnp.int32(0))
             return following, filled + steps, loaded
 
         first = Turn.first(self.ctas, self.traits.config.snake)

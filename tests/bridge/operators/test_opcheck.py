@@ -67,6 +67,10 @@ DIFFERENTIABLE = {
         lambda x, w, b: bridge.grouped_matmul(x, w, IDS[0, :3] + 1, bias=b, activation="tanh"),
         [X, random(3, 8, 6), random(3, 6)],
     ),
+    "grouped_gated_matmul": (
+        lambda x, gate, up: bridge.grouped_gated_matmul(x, gate, up, IDS[0, :3] + 1),
+        [X, random(3, 8, 6), random(3, 8, 6, seed=1)],
+    ),
     "linear_cross_entropy": (
         lambda x, w, weights: bridge.linear_cross_entropy(x, w, IDS[0, :5], weights=weights, reduction="sum"),
         [X, random(8, 12), random(5)],

@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_kernels import explain, grouped_matmul, quantize
+from jax_kernels import explain, grouped_gated_matmul, grouped_matmul, quantize
 from jax_kernels.dispatch import on_device
 from jax_kernels.inputs import group_tiles as group_schedule
 from jax_kernels.inputs.group_tiles import group_of_rows, group_offsets, group_tiles
+from jax_kernels.testing import grouped_gated_matmul as gated_cases
 from jax_kernels.testing import grouped_matmul as cases
 from tests.support.cases import ids, tiers
 
@@ -20,6 +21,19 @@ from tests.support.cases import ids, tiers
 @pytest.mark.parametrize("name", tiers.cases(cases.CASES, ["all_in_one", "past", "primes", "float16", "float32"]))
 def test_against_float64(name):
     for result, (error, bound) in cases.errors_by(cases.CASES[name], "xla").items():
+        assert error <= bound, result
+
+
+@pytest.mark.parametrize("name", tiers.cases(gated_cases.CASES, ["past", "primes", "float16", "float32", "wide_out"]))
+def test_gated_against_float64(name):
+    for result, (error, bound) in cases.errors_by(gated_cases.CASES[name], "xla").items():
+        assert error <= bound, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ids.named(gated_cases.CASES | gated_cases.LONG))
+def test_gated_on_gpu(name):
+    for result, (error, bound) in cases.errors_by((gated_cases.CASES | gated_cases.LONG)[name], "xla").items():
         assert error <= bound, result
 
 
@@ -304,6 +318,63 @@ def test_wrong_arguments(name):
     changed, error, text = WRONG[name]
     with pytest.raises(error, match=re.escape(text)):
         grouped_matmul(**({"x": X, "w": W, "group_sizes": GROUP_SIZES} | changed))
+
+
+WRONG_GATED = {
+    "gate": ({"w_gate": W[0], "w_up": W[0]}, ValueError, "w_gate: got shape (8, 5), want [G, K, N] with x's K = 8"),
+    "up": (
+        {"w_up": W[:, :, :4]},
+        ValueError,
+        "w_up: got float32[3, 8, 4], want w_gate's dtype and shape: float32[3, 8",
+    ),
+    "up_dtype": ({"w_up": W.astype(jnp.bfloat16)}, ValueError, "w_up: got bfloat16[3, 8, 5], want w_gate's dtype"),
+    "gate_dtype": (
+        {name: W.astype(jnp.bfloat16) for name in ("w_gate", "w_up")},
+        TypeError,
+        "w_gate: got dtype bfloat16, want x's dtype float32",
+    ),
+    "low_bit": ({"w_up": quantize(W[0], "int8")}, TypeError, "w_up: got a QuantizedArray, want bfloat16, float16 or"),
+    "sizes": ({"group_sizes": GROUP_SIZES[:2]}, ValueError, "group_sizes: got shape (2,), want [G] = (3,)"),
+    "activation": ({"activation": "swish"}, ValueError, "activation: got 'swish', want a function or one"),
+    "implementation": ({"implementation": "cudnn"}, ValueError, "is not known for grouped_gated_matmul; want one of"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GATED)
+def test_wrong_arguments_of_a_gated_call(name):
+    changed, error, text = WRONG_GATED[name]
+    with pytest.raises(error, match=re.escape(text)):
+        grouped_gated_matmul(**({"x": X, "w_gate": W, "w_up": W, "group_sizes": GROUP_SIZES} | changed))
+
+
+@pytest.mark.parametrize("activation", [None, "silu", lambda z: z * z])
+def test_gated_equals_two_matmuls(activation):
+    w_up, how = W[::-1], {"group_sizes": GROUP_SIZES}
+    both = lambda x, gate, up: grouped_matmul(x, gate, activation=activation, **how) * grouped_matmul(x, up, **how)
+    one = lambda x, gate, up: grouped_gated_matmul(x, gate, up, activation=activation, **how)
+    (got, vjp), (want, right) = (jax.vjp(jax.jit(call), X, W, w_up) for call in (one, both))
+    for y, z in zip((got, *vjp(want)), (want, *right(want)), strict=True):
+        np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.triton
+def test_gated_under_vmap(monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    options = {"implementation": "triton", "precision": "tf32"}
+    gradient = jax.grad(lambda x, gate, up: grouped_gated_matmul(x, gate, up, GROUP_SIZES, **options).sum(), (0, 1, 2))
+    got = jax.jit(jax.vmap(gradient, (0, None, 0)))(jnp.stack([X, 2 * X]), W, jnp.stack([W, W[::-1]]))
+    for i, (x, up) in enumerate([(X, W), (2 * X, W[::-1])]):
+        for y, right in zip(got, gradient(x, W, up), strict=True):
+            np.testing.assert_allclose(y[i], right, rtol=1e-4, atol=1e-4)
+
+
+def test_gated_nan_stays_in_its_group():
+    out, vjp = jax.vjp(lambda x, w: grouped_gated_matmul(x, w, w[:, ::-1], GROUP_SIZES), X.at[3].set(jnp.nan), W)
+    assert np.isnan(out[3]).all()
+    assert np.isfinite(np.delete(out, 3, axis=0)).all()
+    dx, dw = vjp(jnp.where(jnp.isnan(out), 1, out).at[20:].set(jnp.nan))
+    assert np.isfinite(np.delete(dx, 3, axis=0)).all()
+    assert np.isfinite(dw[1:]).all()
 
 
 def test_tf32_of_16_bits():

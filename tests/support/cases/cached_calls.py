@@ -116,6 +116,10 @@ CALLS = {
         lambda x, w, bias: bridge.grouped_matmul(x, w, LENGTHS[:1].repeat(2), bias=bias, activation="silu"),
         [random(11, 8), random(2, 8, 6), random(2, 6)],
     ),
+    "grouped_gated_matmul": (
+        lambda x, w_gate, w_up: bridge.grouped_gated_matmul(x, w_gate, w_up, LENGTHS[:1].repeat(2)),
+        [random(11, 8), random(2, 8, 6), random(2, 8, 6, seed=1)],
+    ),
     "linear_cross_entropy": (
         lambda x, w: bridge.linear_cross_entropy(x, w, LENGTHS[:1].repeat(5), reduction="mean"),
         [random(5, 8), random(8, 60)],

@@ -177,6 +177,16 @@ CASES = {
             "transpose_w": ((False, True), {"w_up": SQUARE, "w_down": random(8, 8, seed=1)}),
         },
     ),
+    "grouped_gated_matmul": (
+        {"x": X, "w_gate": torch.stack([W, W_UP]), "w_up": torch.stack([W_UP, W]), "group_sizes": OF_GROUPS[0]},
+        {
+            "group_sizes": OF_GROUPS,
+            "activation": ("silu", "relu", F.mish),
+            "transpose_w": ((False, True), {"w_gate": random(2, 8, 8), "w_up": random(2, 8, 8, seed=1)}),
+            "out_dtype": EIGHT_BITS["out_dtype"],
+            "precision": EIGHT_BITS["precision"],
+        },
+    ),
     "grouped_matmul": (
         {"x": X, "w": torch.stack([W, W_UP]), "group_sizes": OF_GROUPS[0]},
         {

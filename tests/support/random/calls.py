@@ -132,12 +132,17 @@ def grouped(draw: Draw) -> Call:
     arrays["w"] = np.asarray(jnp.asarray(arrays["w"], dtype), np.float32)
     arrays |= {"bias": draw.normal(groups, n, dtype=dtype)} if draw.chance(0.5) else {}
     options = {"transpose_w": transpose_w, "activation": draw.one(None, *ACTIVATIONS)}
+    name = "grouped_matmul"
+    if "bias" not in arrays and options["activation"] is not None and draw.chance(0.5):
+        name, w = "grouped_gated_matmul", arrays.pop("w")
+        arrays |= {"w_gate": w, "w_up": w[:, ::-1].copy()}
     return Call(
-        forward=lambda ops, given, **how: {"out": ops.grouped_matmul(**given, **options, **how)},
+        forward=lambda ops, given, **how: {"out": getattr(ops, name)(**given, **options, **how)},
         arrays=arrays | {"group_sizes": np.asarray(sizes, np.int32)},
         moved=list(arrays),
         dtype=dtype,
-        options=options | {"sizes": sizes, "m": m, "n": n, "k": k, "dtype": dtype, "arrays": sorted(arrays)},
+        options=options
+        | {"op": name, "sizes": sizes, "m": m, "n": n, "k": k, "dtype": dtype, "arrays": sorted(arrays)},
     )
 
 

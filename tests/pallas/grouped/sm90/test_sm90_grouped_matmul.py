@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import explain, grouped_matmul
+from jax_kernels import explain, grouped_gated_matmul, grouped_matmul
 from jax_kernels.dispatch import on_device
 from jax_kernels.inputs.group_tiles import found_tiles, group_offsets
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
 from jax_kernels.pallas.grouped.sm90.state import BLOCK_M, ROWS, Turn, WorkTile
+from jax_kernels.testing import grouped_gated_matmul as gated_cases
 from jax_kernels.testing import grouped_matmul as cases
 from tests.support.cases import ids, tiers
 from tests.support.interpreters import kernels as cases_interpreter
@@ -38,12 +39,28 @@ def test_interpreted(cores, names):
     cases_interpreter.check("jax_kernels.testing.grouped_matmul", cores, cores == 1, names)
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("cores", "names"),
+    [(1, ["small"]), pytest.param(3, ["overlapping", "past", "edges", "all_in_one"], marks=pytest.mark.slow)],
+)
+def test_gated_interpreted(cores, names):
+    cases_interpreter.check("jax_kernels.testing.grouped_gated_matmul", cores, cores == 1, names)
+
+
+GPU_CASES = (
+    cases.HOPPER
+    | cases.LONG
+    | {f"gated_{name}": case for name, case in (gated_cases.HOPPER | gated_cases.LONG).items()}
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ids.named(cases.HOPPER | cases.LONG))
+@pytest.mark.parametrize("name", ids.named(GPU_CASES))
 def test_on_hopper(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
-    case = (cases.HOPPER | cases.LONG)[name]
+    case = GPU_CASES[name]
     if reason := cases.why_not(case, "mosaic_gpu"):
         pytest.skip(reason)
     for result, (error, bound) in cases.errors_by(case, "mosaic_gpu").items():
@@ -138,6 +155,8 @@ COMPILED = {
     "plain": {},
     "transposed": {"transpose_w": True, "activation": "gelu", "has_bias": True},
     "float16": {"dtype": "float16", "activation": "gelu_tanh", "has_bias": True},
+    "gated": {"is_gated": True, "activation": "silu"},
+    "gated_transposed": {"is_gated": True, "activation": "gelu", "transpose_w": True, "dtype": "float16"},
     "odd_rows": {"m": 1001, "activation": "silu"},
 }
 
@@ -164,16 +183,20 @@ def test_compiled(name):
 
 def _compile(options: dict) -> list[str]:
     """Compiles in this process. Returns the names of the Triton kernels."""
-    has_bias = options.pop("has_bias", False)
+    has_bias, op = options.pop("has_bias", False), grouped_matmul
+    is_gated = options.pop("is_gated", False)
     given = _types(**({"m": 4096, "n": 4096, "k": 2048} | options))
     arrays = {name: given.pop(name) for name in ("x", "w")}
     sizes, (m, _), dtype = given.pop("group_sizes"), arrays["x"].shape, arrays["x"].dtype
     columns = arrays["w"].shape[1 if given.get("transpose_w") else 2]
+    if is_gated:
+        op = grouped_gated_matmul
+        arrays["w_gate"] = arrays["w_up"] = arrays.pop("w")
     if has_bias:
         arrays["bias"] = jax.ShapeDtypeStruct((8, columns), dtype)
 
     def both(arrays, sizes, dout):
-        call = lambda arrays: grouped_matmul(**arrays, group_sizes=sizes, **given, implementation="mosaic_gpu")
+        call = lambda arrays: op(**arrays, group_sizes=sizes, **given, implementation="mosaic_gpu")
         out, vjp = jax.vjp(call, arrays)
         return out, vjp(dout)
 

@@ -14,6 +14,7 @@ import pytest
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.grouped.triton.matmul import Traits
+from jax_kernels.testing import grouped_gated_matmul as gated_cases
 from jax_kernels.testing import grouped_matmul as cases
 from tests.support.cases import ids, tiers
 from tests.tools import compile_case
@@ -29,10 +30,24 @@ def test_against_float64(name, monkeypatch):
         assert error <= bound, result
 
 
+@pytest.mark.parametrize("name", tiers.cases(gated_cases.TRITON, ["past", "primes", "skewed"]))
+def test_gated_against_float64(name, monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    for result, (error, bound) in cases.errors_by(gated_cases.TRITON[name], "triton").items():
+        assert error <= bound, result
+
+
+GPU_CASES = (
+    cases.TRITON
+    | cases.LONG
+    | {f"gated_{name}": case for name, case in (gated_cases.TRITON | gated_cases.LONG).items()}
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ids.named(cases.TRITON | cases.LONG))
+@pytest.mark.parametrize("name", ids.named(GPU_CASES))
 def test_on_gpu(name):
-    for result, (error, bound) in cases.errors_by((cases.TRITON | cases.LONG)[name], "triton").items():
+    for result, (error, bound) in cases.errors_by(GPU_CASES[name], "triton").items():
         assert error <= bound, result
 
 
@@ -52,6 +67,7 @@ COMPILED = {
     "float16": {"dtype": "float16", "activation": "gelu_tanh", "has_bias": True},
     "odd": {"m": 1001, "n": 1027, "k": 333, "activation": "relu"},
     "tf32": {"dtype": "float32", "precision": "tf32", "activation": "tanh", "has_bias": True},
+    "gated": {"activation": "silu", "is_gated": True},
     "float32_out": {"out_dtype": "float32", "activation": "sigmoid"},
     "few_rows": {"m": 64, "activation": "silu", "has_bias": True},
 }
@@ -77,16 +93,20 @@ def test_compiled(case):
 
 def _compile(gpu: str, options: dict) -> list[str]:
     """Compiles in this process. Returns the names of the Triton kernels."""
-    from jax_kernels import grouped_matmul
+    from jax_kernels import grouped_gated_matmul, grouped_matmul
 
     dtype, (m, n, k) = options.pop("dtype", "bfloat16"), (options.pop(name, 2048) for name in "mnk")
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     arrays = {"x": array(m, k), "w": array(8, n, k) if options.get("transpose_w") else array(8, k, n)}
+    op = grouped_matmul
+    if options.pop("is_gated", False):
+        op = grouped_gated_matmul
+        arrays["w_gate"] = arrays["w_up"] = arrays.pop("w")
     if options.pop("has_bias", False):
         arrays["bias"] = array(8, n)
 
     def both(arrays, sizes, dout):
-        call = lambda given: grouped_matmul(**given, group_sizes=sizes, **options, implementation="triton")
+        call = lambda given: op(**given, group_sizes=sizes, **options, implementation="triton")
         out, vjp = jax.vjp(call, arrays)
         return out, vjp(dout)
 

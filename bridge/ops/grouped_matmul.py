@@ -1,0 +1,123 @@
+"""grouped_matmul and grouped_gated_matmul on PyTorch tensors."""
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.jax_functions.api import JaxOp
+from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
+from jax_kernels.bridge.ops.matmul import PRECISION_SETTING, dtype_name, taken_precision, under_autocast
+from jax_kernels.bridge.translate.activations import Activation, is_kept, name_of, with_functions
+from jax_kernels.ops.grouped import grouped_matmul as ops
+from jax_kernels.spelling import with_name_hints
+
+__all__ = ["grouped_gated_matmul", "grouped_matmul"]
+
+_grouped_matmul = JaxOp(with_functions(ops.grouped_matmul), is_opaque=True, settings=PRECISION_SETTING)
+_grouped_gated_matmul = JaxOp(with_functions(ops.grouped_gated_matmul), is_opaque=True, settings=PRECISION_SETTING)
+
+
+@with_name_hints
+def grouped_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group_sizes: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | Activation | None = None,
+    transpose_w: bool = False,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.grouped_matmul on PyTorch tensors, for mixtures of experts: each group of rows has its own weights.
+
+    Returns [M, N] in out_dtype: activation(x[i] @ w[g] + bias[g]) for a row i of group g, and 0 for rows past the last
+    group. The gradients are of x, w and bias. Autocast casts x, w and bias.
+
+    Args:
+      x: [M, K], bfloat16, float16 or float32, its rows sorted by group.
+      w: [G, K, N], or [G, N, K] with transpose_w, in x's dtype and on its device.
+      group_sizes: int32 [G], the number of rows of each group. The host does not read them: the call needs no
+        synchronisation, and CUDA graphs can capture it. For the offsets that torch._grouped_mm takes, they are
+        offs.diff(prepend=offs.new_zeros(1)).
+      bias: [G, N], in x's dtype or float32.
+      activation, out_dtype, implementation: as in bridge.matmul.
+      precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
+        "bf16" or "fp16": x and w are rounded to this dtype first.
+
+    It raises the errors of jax_kernels.grouped_matmul, or of bridge.from_jax if they differ.
+    """
+    call = _grouped_matmul.lookup(
+        (x, w, group_sizes, bias), (activation, transpose_w, out_dtype, precision, implementation)
+    )
+    if call and call.cached:
+        return call.cached(call.tensors)
+    check_tensors(x=x, w=w, group_sizes=group_sizes)
+    check_optional_tensors(bias=bias)
+    tensors = {"x": x, "w": w, "group_sizes": group_sizes, "bias": bias}
+    if dtensors.are_in(*tensors.values()):
+        own = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
+        weights = (None, "columns", None) if transpose_w else (None, None, "columns")
+        roles = {"x": (None, None), "w": weights, "group_sizes": (None,), "bias": (None, "columns")}
+        results = ((None, "columns"),)
+        return dtensors.on_shards(grouped_matmul, tensors, roles, results, own | {"implementation": implementation})
+    x, w, bias = under_autocast(x, w, bias)
+    return _grouped_matmul.run(
+        call if is_kept(activation) else None,
+        x,
+        w,
+        group_sizes,
+        bias=bias,
+        activation=name_of(activation),
+        transpose_w=transpose_w,
+        out_dtype=dtype_name(out_dtype),
+        precision=taken_precision(precision, x),
+        implementation=implementation,
+    )
+
+
+@with_name_hints
+def grouped_gated_matmul(
+    x: torch.Tensor,
+    w_gate: torch.Tensor,
+    w_up: torch.Tensor,
+    group_sizes: torch.Tensor,
+    activation: str | Activation = "silu",
+    *,
+    transpose_w: bool = False,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.grouped_gated_matmul on PyTorch tensors: the first matmuls of a mixture of gated experts.
+
+    Returns [M, N] in out_dtype: activation(x[i] @ w_gate[g]) * (x[i] @ w_up[g]) for a row i of group g, and 0 for rows
+    past the last group. The gradients are of x and both weights. The arguments are as in bridge.grouped_matmul, and
+    raise the same errors. w_gate, w_up: [G, K, N], or [G, N, K] with transpose_w.
+    """
+    call = _grouped_gated_matmul.lookup(
+        (x, w_gate, w_up, group_sizes), (activation, transpose_w, out_dtype, precision, implementation)
+    )
+    if call and call.cached:
+        return call.cached(call.tensors)
+    check_tensors(x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes)
+    tensors = {"x": x, "w_gate": w_gate, "w_up": w_up, "group_sizes": group_sizes}
+    if dtensors.are_in(*tensors.values()):
+        own = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
+        weights = (None, "columns", None) if transpose_w else (None, None, "columns")
+        roles = {"x": (None, None), "w_gate": weights, "w_up": weights, "group_sizes": (None,)}
+        own |= {"implementation": implementation}
+        return dtensors.on_shards(grouped_gated_matmul, tensors, roles, ((None, "columns"),), own)
+    x, w_gate, w_up = under_autocast(x, w_gate, w_up)
+    return _grouped_gated_matmul.run(
+        call if is_kept(activation) else None,
+        x,
+        w_gate,
+        w_up,
+        group_sizes,
+        activation=name_of(activation),
+        transpose_w=transpose_w,
+        out_dtype=dtype_name(out_dtype),
+        precision=taken_precision(precision, x),
+        implementation=implementation,
+    )
