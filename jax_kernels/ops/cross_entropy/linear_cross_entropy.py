@@ -1,12 +1,15 @@
 """linear_cross_entropy: the loss of a language model's head, without the logits of all tokens."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.ops.cross_entropy.checks import check
 from jax_kernels.ops.cross_entropy.gradients import planned_losses, planned_sum
-from jax_kernels.ops.cross_entropy.implementations import OP
+from jax_kernels.ops.cross_entropy.implementations import OP, LossRequest
+from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.ops.sharding.explicit_axes import as_losses, with_explicit_axes
 from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
@@ -97,13 +100,33 @@ def linear_cross_entropy(
     axes = varying_axes(given)
     x, w, targets, weights = as_varying(given, axes)
     if reduction == "none":
-        losses = planned_losses(call, x, w, targets)
+        losses = _planned(*_tuned(call, request, implementation, _Arrays(x=x, w=w, targets=targets)))
         return losses if weights is None else losses * weights.astype(jnp.float32)
     factors = jnp.float32(1) if weights is None else weights.astype(jnp.float32)
     factors = jnp.where(targets >= 0, factors, 0)
     if reduction == "mean":
         factors = factors / jnp.where((factors != 0).any(), factors.sum(), 1)
-    return planned_sum(call, x, w, targets, as_varying(factors, axes))
+    inputs = _Arrays(x=x, w=w, targets=targets, factors=as_varying(factors, axes))
+    return _planned(*_tuned(call, request, implementation, inputs))
+
+
+class _Arrays(NamedTuple):
+    """The arrays of a call, as planned_losses and planned_sum take them. factors: None for the loss of each token."""
+
+    x: jax.Array
+    w: jax.Array
+    targets: jax.Array
+    factors: jax.Array | None = None
+
+
+def _planned(call: PlannedCall, inputs: _Arrays) -> jax.Array:
+    """The losses of a planned call, or with factors their sum."""
+    x, w, targets, factors = inputs
+    return planned_losses(call, x, w, targets) if factors is None else planned_sum(call, x, w, targets, factors)
+
+
+def _tuned(call: PlannedCall, request: LossRequest, named: str | None, inputs: _Arrays) -> tuple[PlannedCall, _Arrays]:
+    return OP.tuned(call, request, _planned, inputs, named, moving=("x", "w"))
 
 
 OP.explained_by(check)(linear_cross_entropy)
