@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jax_kernels.bridge.jax_functions.caches import cache_info as cache_info
     from jax_kernels.bridge.jax_functions.caches import clear_cache as clear_cache
     from jax_kernels.bridge.nn.quantized_linear import quantize_weights as quantize_weights
+    from jax_kernels.bridge.ops.analyze import analyze as analyze
     from jax_kernels.bridge.ops.attention.compile_attention import compile_attention as compile_attention
     from jax_kernels.bridge.ops.attention.dilated_attention import dilated_attention as dilated_attention
     from jax_kernels.bridge.ops.attention.flash_attention import flash_attention as flash_attention
@@ -85,6 +86,7 @@ _MODULES = {
         "clear_cache",
     ),
     "jax_kernels.bridge.nn.quantized_linear": ("quantize_weights",),
+    "jax_kernels.bridge.ops.analyze": ("analyze",),
     "jax_kernels.bridge.ops.attention.compile_attention": ("compile_attention",),
     "jax_kernels.bridge.ops.attention.dilated_attention": ("dilated_attention",),
     "jax_kernels.bridge.ops.attention.flash_attention": ("flash_attention",),

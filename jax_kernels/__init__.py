@@ -6,6 +6,10 @@ from jax_kernels.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from jax_kernels import masks as masks
+    from jax_kernels.analysis.analyze import analyze as analyze
+    from jax_kernels.analysis.report import Advice as Advice
+    from jax_kernels.analysis.report import Analysis as Analysis
+    from jax_kernels.analysis.report import OpUse as OpUse
     from jax_kernels.compilation import compile_kernels as compile_kernels
     from jax_kernels.compilation import compiler_options as compiler_options
     from jax_kernels.device import DeviceInfo as DeviceInfo
@@ -53,6 +57,12 @@ __version__ = "0.1.0"
 # The module of each public name. It is imported when the name is first read: the kernels' modules take a second.
 _MODULES = {
     "jax_kernels.masks": ("masks",),
+    "jax_kernels.analysis.analyze": ("analyze",),
+    "jax_kernels.analysis.report": (
+        "Advice",
+        "Analysis",
+        "OpUse",
+    ),
     "jax_kernels.compilation": (
         "compile_kernels",
         "compiler_options",

@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 
+from jax_kernels import device_rates
 from jax_kernels.pallas import block_specs
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["ARCHITECTURES", "DeviceInfo", "device_info", "device_names"]
 
 GB = 10**9
+TERA = 10**12
 GIB = 1 << 30
 KIB = 1 << 10
 
@@ -152,6 +154,8 @@ class DeviceInfo:
     shared_memory_per_block: the most bytes of shared memory that one CTA may ask for, 0 for a CPU. memory_bandwidth:
     bytes per second from the data sheet, None if unknown. optimal_dtype: the name of the dtype to train in.
     implementations: the attention implementations that this device has, in the order in which they are tried.
+    matmul_flops, float32_flops: FLOP/s from the data sheet, without sparsity: of matmuls of 16 bits with sums in
+    float32, and of float32 without tensor cores; None if unknown.
     """
 
     name: str
@@ -166,6 +170,19 @@ class DeviceInfo:
     has_tensor_cores: bool
     optimal_dtype: str
     implementations: tuple[str, ...]
+    matmul_flops: int | None = None
+    float32_flops: int | None = None
+
+    def flops(self, arithmetic: str) -> float | None:
+        """FLOP/s of matmuls from the data sheet, without sparsity; None if unknown.
+
+        arithmetic: "bfloat16", "float16", "tf32", "fp8", or "float32" for exact products, which use no tensor cores.
+        """
+        if arithmetic == "float32" or (arithmetic == "bfloat16" and not self.supports_bf16):
+            return self.float32_flops
+        if self.matmul_flops is None:
+            return None
+        return self.matmul_flops * {"tf32": 0.5, "fp8": 2 if self.supports_fp8 else 1}.get(arithmetic, 1)
 
     @property
     def total_memory_gb(self) -> float | None:
@@ -183,8 +200,11 @@ def _describe(
     cores: int,
     bandwidth: int | None,
     shared_memory: int | None = None,
+    rates: tuple[float, float] | None = None,
 ) -> DeviceInfo:
     """The DeviceInfo of an NVIDIA GPU. memory, bandwidth: bytes and bytes per second, or None if unknown. cores: SMs.
+
+    rates: TFLOP/s of matmuls and of float32, as in device_rates.TFLOPS, or None if unknown.
 
     shared_memory: bytes that one CTA may ask for; None takes the architecture's.
     """
@@ -205,6 +225,8 @@ def _describe(
         has_tensor_cores=tensor_cores,
         optimal_dtype="bfloat16" if bf16 else "float16" if tensor_cores else "float32",
         implementations=implementations,
+        matmul_flops=None if rates is None else round(rates[0] * TERA),
+        float32_flops=None if rates is None else round(rates[1] * TERA),
     )
 
 
@@ -223,7 +245,14 @@ def _named(name: str) -> DeviceInfo:
         _, *names = device_names()
         hint = did_you_mean(" ".join(_words(name)), device_names())
         raise ValueError(f"device: got {name!r}, want cpu or the name of a GPU: {', '.join(names)}{hint}")
-    return _describe(gpu.name, gpu.compute_capability, gpu.memory, gpu.core_count, gpu.bandwidth)
+    return _describe(
+        gpu.name,
+        gpu.compute_capability,
+        gpu.memory,
+        gpu.core_count,
+        gpu.bandwidth,
+        rates=device_rates.TFLOPS[gpu.name],
+    )
 
 
 def _real(device: Any) -> DeviceInfo:
@@ -249,6 +278,7 @@ def _real(device: Any) -> DeviceInfo:
         getattr(device, "core_count", None) or (gpu.core_count if gpu else 1),
         gpu.bandwidth if gpu else None,
         getattr(device, "shared_memory_per_block_optin", None),
+        device_rates.TFLOPS[gpu.name] if gpu else None,
     )
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "choose",
     "device_to_explain",
     "explain",
+    "has_target",
     "interpreting",
     "on_device",
     "plan_of",
@@ -376,6 +377,11 @@ def on_device(device: "DeviceInfo | jax.Device | str") -> contextlib.AbstractCon
     It is for ahead-of-time compiles and the bridge. It yields the DeviceInfo.
     """
     return _Target(device if isinstance(device, DeviceInfo) else device_info(device))
+
+
+def has_target() -> bool:
+    """Whether on_device selects a device now, as it does in every call of the bridge."""
+    return _TARGET.get() is not None
 
 
 def target_device(*arrays: Any) -> DeviceInfo:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from harness.side_by_side import gpu_among_others
+from jax_kernels.flops import attention_flops
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
 
@@ -84,11 +85,9 @@ class Case(Shape):
     @property
     def flops(self) -> float:
         """Multiply-adds counted twice: two matmuls forward, five backward; half for causal."""
-        # The scores, computed once in each direction, and the gradients of query and key are matmuls over head_dim.
-        forward = self.head_dim + self.value_head_dim
-        backward = 3 * self.head_dim + 2 * self.value_head_dim
-        width = {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[self.mode]
-        return 2 * self.batch * self.heads * self.seq * self.seq * width * (0.5 if self.causal else 1)
+        pairs = self.batch * self.heads * self.seq * self.seq * (0.5 if self.causal else 1)
+        of = lambda backward: attention_flops(pairs, self.head_dim, self.value_head_dim, backward=backward)
+        return {"fwd": of(False), "bwd": of(True), "fwdbwd": of(False) + of(True)}[self.mode]
 
     @property
     def shape(self) -> Shape:

@@ -18,6 +18,7 @@ from jax_kernels.bridge.interop import dlpack
 from jax_kernels.bridge.interop.import_hooks import when_imported
 from jax_kernels.bridge.jax_functions.programs import find_program
 from jax_kernels.bridge.jax_functions.tracing import mask_specs, outputs_of
+from jax_kernels.flops import attention_flops
 from jax_kernels.masks import Mask
 
 __all__ = ["define_formulas"]
@@ -26,28 +27,22 @@ __all__ = ["define_formulas"]
 type _Ignored = torch.Size | list[torch.Size | None] | bool | int | float | str | None
 
 
-def _attention(query: torch.Size, value: torch.Size, of_query: int, of_value: int) -> int:
-    """The operations of an attention call's matmuls: two for each multiplication with its addition.
+def _attention(query: torch.Size, value: torch.Size, *, backward: bool) -> int:
+    """The operations of an attention call's matmuls, for all pairs.
 
     query: the shape [batch, length, heads, head_dim]. value: the shape [batch, kv_length, kv_heads, value_dim].
-    of_query, of_value: the number of matmuls with head_dim as one of their sizes, and of matmuls with value_dim.
     """
     batch, length, heads, head_dim = query
     _, kv_length, _, value_dim = value
-    return 2 * batch * heads * length * kv_length * (of_query * head_dim + of_value * value_dim)
+    return int(attention_flops(batch * heads * length * kv_length, head_dim, value_dim, backward=backward))
 
 
 def _forward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored, **__: _Ignored) -> int:
-    return _attention(query, value, 1, 1)
+    return _attention(query, value, backward=False)
 
 
 def _backward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored, **__: _Ignored) -> int:
-    """The operations of attention's backward: five matmuls for each head.
-
-    They recompute the scores, and compute the gradients of the weights (the softmax of the scores), query, key and
-    value.
-    """
-    return _attention(query, value, 3, 2)
+    return _attention(query, value, backward=True)
 
 
 @functools.lru_cache(maxsize=1024)

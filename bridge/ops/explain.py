@@ -15,7 +15,7 @@ from jax_kernels.bridge.operators import plan_query
 from jax_kernels.device import DeviceInfo
 from jax_kernels.tuning.benchmark import ImplementationTime
 
-__all__ = ["benchmark_implementations", "device_info", "explain"]
+__all__ = ["benchmark_implementations", "device_info", "explain", "milliseconds_of"]
 
 _NAMES = ("mosaic_gpu", "triton", "cudnn", "xla")
 _READINGS = 5
@@ -132,7 +132,7 @@ def benchmark_implementations(
         except (NotImplementedError, ValueError) as refused:  # it cannot serve the call, or the op lacks it
             errors[name] = refused
             continue
-        times[name] = _milliseconds(functools.partial(call, name), first.device, seconds)
+        times[name] = milliseconds_of(functools.partial(call, name), first.device, seconds)
     if not times:
         raise errors[_NAMES[-1]]
     fastest = dict(sorted(times.items(), key=lambda item: statistics.median(item[1])))
@@ -159,7 +159,7 @@ def _takes_implementation(op: Callable[..., Any]) -> bool:
     return any(x.name == "implementation" or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
-def _milliseconds(call: Callable[[], None], place: torch.device, seconds: float) -> list[float]:
+def milliseconds_of(call: Callable[[], None], place: torch.device, seconds: float) -> list[float]:
     """Returns readings of the milliseconds of one call. Each is the mean of a queue of calls; all take `seconds`."""
     once = _queued(call, place, 2)
     calls = max(2, min(1000, int(seconds * 1e3 / max(once, 1e-3) / _READINGS)))

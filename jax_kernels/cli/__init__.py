@@ -40,6 +40,7 @@ COMMANDS = {
     "explain": "Show which implementation a call would use, with which blocks, and why. Without an op: attention.",
     "bench": "Time the ops' standard sizes on this machine, by each implementation that serves them.",
     "tune": "Time the implementations and blocks of calls on this machine, and keep the fastest for later calls.",
+    "profile": "Run a script, and show the ops that it ran: how often, their FLOPs, bytes, bounds, and advice.",
 }
 
 # The commands that need the flax extra: (module, function, the first words of its line of help). They are imported when

@@ -1,5 +1,6 @@
 """Checks of arguments that several ops have. An error names the argument, the given value and the wanted values."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -77,6 +78,15 @@ def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name}: got {type(x).__module__}.{type(x).__name__}, want a jax.Array")
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def evaluated_if_known(x: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the values of a known array are computed at once, also in a trace.
+
+    jax_kernels.analyze then sees the values of a mask or a bias. x: an array, or a jax.ShapeDtypeStruct.
+    """
+    is_known = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
+    return jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext()
 
 
 def reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -11,7 +11,8 @@ An op is a public function and a `PlannedOp`. To write one:
        request, arrays = check(query=query, ...)
        return batched(OP, OP.call(request, options, implementation))(*arrays)
 
-`OP.tuned` takes the call and its arrays before they run: then jax_kernels.tune can time other implementations.
+`OP.tuned` takes the call and its arrays before they run: then jax_kernels.tune can time other implementations, and
+jax_kernels.analyze count the call.
 
 An op that calls other ops has no table of its own: `explained_as(plan)` gives it a plan that is made of their plans.
 """
@@ -39,6 +40,7 @@ __all__ = [
     "PlannedOp",
     "TunableCall",
     "batched",
+    "composed",
     "explained_as",
     "jitted_in_eager_shard_map",
     "join_batch",
@@ -97,25 +99,31 @@ class TunableCall:
     named: the implementation that the caller named, or None. run(call, inputs): the results of a PlannedCall. moving:
     the fields of `inputs` whose gradients are timed; () if only the forward is. lengths: for fields of integers whose
     values are traced, the integer by which tuning replaces them; others become 0. reason: why the call cannot be
-    tuned, or None.
+    tuned, or None. parts: of an op that is made of calls of another op, (request, arrays without values) of each of
+    these; then plan() is the op's plan, `call` is the first argument of `run`, and tuning leaves the call alone.
     """
 
     op: "PlannedOp"
     request: Request
-    call: PlannedCall
+    call: Any
     named: str | None
     run: Callable[[Any, Any], Any]
     inputs: Any
     moving: tuple[str, ...] = ()
     lengths: Mapping[str, int] = dataclasses.field(default_factory=dict)
     reason: str | None = None
+    parts: tuple[tuple[Request, Any], ...] = ()
+    plan: Callable[[], Plan] | None = None
 
 
 class Tuner(Protocol):
-    """The object that jax_kernels.tune puts into `tuned_by`."""
+    """The object that jax_kernels.tune, or jax_kernels.analyze, puts into `tuned_by`."""
 
-    def tuned(self, tunable: TunableCall) -> PlannedCall:
-        """Times the call, or keeps it for later. Returns its PlannedCall with the fastest implementation and blocks."""
+    def tuned(self, tunable: TunableCall) -> tuple[PlannedCall, Any]:
+        """Times or records the call. Returns its PlannedCall, in tuning with the fastest blocks, and its inputs."""
+
+    def composed(self, tunable: TunableCall) -> Any:
+        """Records a call of an op that is made of other calls. Returns its inputs."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,16 +165,18 @@ class PlannedOp:
 
     def tuned[Call: PlannedCall](
         self, call: Call, request: Request, run: Callable[[Any, Any], Any], inputs: Any, named: str | None, **more: Any
-    ) -> Call:
-        """Returns the call; inside jax_kernels.tune, with the implementation and the blocks that were the fastest.
+    ) -> tuple[Call, Any]:
+        """Returns (call, inputs), the arguments of `run`.
 
-        named: the implementation that the caller named, or None. run, more: fields of TunableCall.
+        Inside jax_kernels.tune, the call has the implementation and the blocks that were the fastest. Inside
+        jax_kernels.analyze, the inputs are marked. named: the implementation that the caller named, or None. run, more:
+        fields of TunableCall.
         """
         tuner = _TUNER.get()
         if tuner is None:
-            return call
+            return call, inputs
         tunable = TunableCall(op=self, request=request, call=call, named=named, run=run, inputs=inputs, **more)
-        return cast(Call, tuner.tuned(tunable))
+        return cast(tuple[Call, Any], tuner.tuned(tunable))
 
     def explained_by(self, check: Callable[..., tuple[Any, ...]]) -> Callable[[Any], Any]:
         """A decorator that gives a public function the attribute `plan`, which jax_kernels.explain calls.
@@ -200,6 +210,15 @@ def explained_as(plan: Callable[..., Plan]) -> Callable[[Any], Any]:
         return function
 
     return decorate
+
+
+def composed(make: Callable[[], TunableCall], inputs: Any) -> Any:
+    """The inputs of a call that is made of other calls; inside jax_kernels.analyze, they are marked.
+
+    make: makes the TunableCall, with these inputs.
+    """
+    tuner = _TUNER.get()
+    return inputs if tuner is None else tuner.composed(make())
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from jax_kernels.tuning import cache
 from jax_kernels.tuning.timers import Program, Timer, milliseconds
 from jax_kernels.tuning.winners import Timed, Winner
 
-__all__ = ["Measurement", "NothingToTuneError", "Settings"]
+__all__ = ["Measurement", "NothingToTuneError", "Settings", "program_of"]
 
 _TURNS = 3  # readings of a candidate when it is first timed
 _ROUNDS = 5  # readings of each of the fastest candidates, which alternate
@@ -193,7 +193,7 @@ class Measurement:
         others: candidates of the same direction. One that is much slower than one of them has a single reading.
         """
         self.settings.step(text)
-        candidate = _Candidate(program=_program(self.tunable, name, config, direction))
+        candidate = _Candidate(program=program_of(self.tunable, name, config, direction))
         try:
             got = jax.block_until_ready(candidate.program.call())
             self._check(got, direction)
@@ -237,9 +237,9 @@ def _relative_error(got: Any, want: Any) -> float:
     return worst
 
 
-def _program(tunable: TunableCall, name: str, config: Any, direction: str) -> Program:
+def program_of(tunable: TunableCall, name: str, config: Any, direction: str) -> Program:
     """The jitted call by an implementation with a config. direction: "forward" or "gradients"."""
-    call = dataclasses.replace(tunable.call, implementation=name, config=config)
+    call = tunable.call if tunable.parts else dataclasses.replace(tunable.call, implementation=name, config=config)
 
     def forward(inputs: Any) -> Any:
         return tunable.run(call, inputs)

@@ -16,7 +16,7 @@ from jax_kernels.tuning import cache, timers
 from jax_kernels.tuning.measure import Measurement, NothingToTuneError, Settings
 from jax_kernels.tuning.winners import Winner
 
-__all__ = ["Progress", "TunedCall", "tune"]
+__all__ = ["Progress", "TunedCall", "filled", "tune", "without_trace"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,26 +85,31 @@ class _Session:
         self._seen: set[Any] = set()
         self._later: list[TunableCall] = []
 
-    def tuned(self, tunable: TunableCall) -> PlannedCall:
+    def tuned(self, tunable: TunableCall) -> tuple[PlannedCall, Any]:
         """Times a call with arrays at once; keeps a traced call for later, without its arrays."""
         key = tunable.request.device.name, tuning_key(tunable.request), tunable.named
         if key not in self._seen:
             if (reason := tunable.reason or _why_not(tunable)) is not None:
                 self._add(TunedCall(request=tunable.request, named=tunable.named, winner=None, reason=reason))
             elif _is_tracing() or any(map(_is_traced, jax.tree.leaves(tunable.inputs))):
-                self._later.append(dataclasses.replace(tunable, inputs=jax.tree.map(_without_trace, tunable.inputs)))
+                self._later.append(dataclasses.replace(tunable, inputs=jax.tree.map(without_trace, tunable.inputs)))
             else:
                 self._measure(tunable)
             self._seen.add(key)
         choice = tunable.op.choose(tunable.request, tunable.named)
-        return dataclasses.replace(tunable.call, implementation=choice.implementation, config=choice.config)
+        call = dataclasses.replace(tunable.call, implementation=choice.implementation, config=choice.config)
+        return call, tunable.inputs
+
+    def composed(self, tunable: TunableCall) -> Any:
+        """The inputs as they are: the calls that the op is made of are tuned."""
+        return tunable.inputs
 
     def finish(self) -> None:
         """Times the traced calls, with random arrays."""
         while self._later:
             tunable = self._later.pop(0)
             try:
-                inputs = _filled(tunable)
+                inputs = filled(tunable)
             except jax.errors.JaxRuntimeError as error:
                 reason = f"its arrays do not fit the memory: {str(error).partition(chr(10))[0]}"
                 self._add(TunedCall(request=tunable.request, named=tunable.named, winner=None, reason=reason))
@@ -139,7 +144,7 @@ def _is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
 
 
-def _without_trace(x: Any) -> Any:
+def without_trace(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_traced(x) else x
 
 
@@ -161,7 +166,7 @@ def _why_not(tunable: TunableCall) -> str | None:
     return None
 
 
-def _filled(tunable: TunableCall) -> Any:
+def filled(tunable: TunableCall) -> Any:
     """The inputs, with arrays instead of shapes: random numbers, True, and the integers of tunable.lengths or 0."""
     keys = iter(jax.random.split(jax.random.key(0), 1 + len(jax.tree.leaves(tunable.inputs))))
 

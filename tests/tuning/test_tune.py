@@ -72,7 +72,7 @@ def _check(*, x, lengths, implementation):
 def scale(x, lengths=None, *, implementation=None):
     request, inputs = _check(x=x, lengths=lengths, implementation=implementation)
     call = OP.call(request, None, implementation)
-    call = OP.tuned(call, request, _run, inputs, implementation, moving=("x",), lengths={"lengths": 5})
+    call, inputs = OP.tuned(call, request, _run, inputs, implementation, moving=("x",), lengths={"lengths": 5})
     CALLS.append(call)
     return _run(call, inputs)
 
@@ -211,7 +211,7 @@ def test_a_traced_call_that_does_not_fit_the_memory(monkeypatch):
     def full(tunable):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 TiB\nand more")
 
-    monkeypatch.setattr(session, "_filled", full)
+    monkeypatch.setattr(session, "filled", full)
     with tune() as results:
         jax.jit(scale)(X)
     assert results[0].reason == "its arrays do not fit the memory: RESOURCE_EXHAUSTED: 3 TiB"
@@ -223,7 +223,7 @@ def test_arrays_of_a_traced_call():
     tunable = session.TunableCall(
         op=OP, request=None, call=None, named=None, run=_run, inputs=inputs, lengths={"lengths": 5}
     )
-    filled = session._filled(tunable)
+    filled = session.filled(tunable)
     assert filled.lengths.tolist() == [5, 5, 5]
     assert filled.x.dtype == jnp.bfloat16
     assert len(set(filled.x.tolist())) == 3

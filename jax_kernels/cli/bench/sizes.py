@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.cli import explain_options as options
+from jax_kernels.flops import attention_flops, matmul_flops
 
 __all__ = ["STANDARD", "StandardCall", "arrays", "flops", "traffic"]
 
@@ -105,13 +106,15 @@ def flops(op: str, given: dict[str, Any], gradients: bool) -> float | None:
     """
     if op in ("flash_attention", "flash_attention_fp8"):
         batch, q_length, heads, head_dim = given["query"].shape
-        pairs = q_length * given["key"].shape[1] * (0.5 if given["is_causal"] else 1)
-        return 4 * batch * heads * pairs * head_dim * (3.5 if gradients else 1)
+        pairs = batch * heads * q_length * given["key"].shape[1] * (0.5 if given["is_causal"] else 1)
+        v_head_dim = given["value"].shape[-1]
+        work = attention_flops(pairs, head_dim, v_head_dim, backward=False)
+        return work + (attention_flops(pairs, head_dim, v_head_dim, backward=True) if gradients else 0)
     weights = [given[name] for name in ("w", "w_gate", "w_up", "w_down") if given.get(name) is not None]
     if not weights:
         return None
     rows = given["x"].size // given["x"].shape[-1]
-    return 2 * rows * sum(w.size for w in weights) * (3 if gradients else 1)
+    return matmul_flops(rows, 1, sum(w.size for w in weights)) * (3 if gradients else 1)
 
 
 def traffic(function: Any, given: dict[str, Any], gradients: bool) -> int:

@@ -152,10 +152,13 @@ def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
     full = checks.broadcastable("mask", mask, shape)
     if isinstance(mask, jax.ShapeDtypeStruct):
         return checks.reshaped(mask, full, bool)
-    mask, is_mask = mask_checks.boolean("mask", mask)
-    if is_mask is not None:
-        raise TypeError("mask: got floats that are traced, want bool: write `mask != 0`; an additive mask is a bias")
-    return checks.reshaped(mask, full, bool)
+    with checks.evaluated_if_known(mask):
+        mask, is_mask = mask_checks.boolean("mask", mask)
+        if is_mask is not None:
+            raise TypeError(
+                "mask: got floats that are traced, want bool: write `mask != 0`; an additive mask is a bias"
+            )
+        return checks.reshaped(mask, full, bool)
 
 
 def checked_bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
@@ -171,7 +174,9 @@ def checked_bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any
         or_float32 = "" if dtype == jnp.float32 else " or float32"
         hint = "; a bool one is a mask" if bias.dtype == bool else ""
         raise TypeError(f"bias: got dtype {bias.dtype}, want query's dtype {dtype}{or_float32}{hint}")
-    return checks.reshaped(bias, checks.broadcastable("bias", bias, shape), bias.dtype)
+    full = checks.broadcastable("bias", bias, shape)
+    with checks.evaluated_if_known(bias):
+        return checks.reshaped(bias, full, bias.dtype)
 
 
 def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int, int]) -> tuple[Any, Any] | None:

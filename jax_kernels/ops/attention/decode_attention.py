@@ -175,7 +175,7 @@ def decode_attention(
     left = -1 if request.window is None else request.window[0]
     options = DecodeOptions(scale=scale, softcap=request.softcap, left=left)
     arrays = arrays._replace(query=query)
-    call = OP.tuned(
+    call, arrays = OP.tuned(
         OP.call(request, options, implementation),
         request,
         decode,

@@ -236,7 +236,7 @@ def prepare(given: FlashArguments) -> tuple[AttentionCall, AttentionInputs]:
         interpret=dispatch.interpreting(),
         out_dtype=str(inputs.query.dtype),
     )
-    call = OP.tuned(
+    return OP.tuned(
         call,
         request,
         lambda call, inputs: run(with_options(call, has_lse=request.return_lse), inputs),
@@ -246,4 +246,3 @@ def prepare(given: FlashArguments) -> tuple[AttentionCall, AttentionInputs]:
         lengths={"kv_lengths": request.kv_length},
         reason=None if inputs.lists is None else "mask: got a prepared mask, want the mask itself, to time all blocks",
     )
-    return call, inputs

@@ -179,7 +179,7 @@ def flash_attention_fp8(
     inputs = (query, arrays.key, arrays.value, factors, arrays.q_offset, arrays.kv_lengths)
     call = OP.call(request, options, implementation)
     lengths = {str(len(inputs) - 1): request.kv_length}
-    out, lse = _attention(OP.tuned(call, request, _attention, inputs, implementation, lengths=lengths), inputs)
+    out, lse = _attention(*OP.tuned(call, request, _attention, inputs, implementation, lengths=lengths))
     return (out, lse) if return_lse else out
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,28 +17,51 @@ from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_f
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["planned_losses", "planned_sum", "reduced"]
+__all__ = ["LossArrays", "planned", "planned_losses", "planned_sum", "reduced"]
+
+
+class LossArrays(NamedTuple):
+    """The arrays of a call, as planned_losses and planned_sum take them. factors: None for the loss of each token."""
+
+    x: jax.Array
+    w: jax.Array
+    targets: jax.Array
+    factors: jax.Array | None = None
+
+
+def planned(call: PlannedCall, arrays: LossArrays) -> jax.Array:
+    """The losses of a planned call, or with factors their sum."""
+    x, w, targets, factors = arrays
+    return planned_losses(call, x, w, targets) if factors is None else planned_sum(call, x, w, targets, factors)
 
 
 def reduced(
-    call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array | None, reduction: str
+    call: PlannedCall,
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None,
+    reduction: str,
+    tuned: Callable[[LossArrays], tuple[PlannedCall, LossArrays]] | None = None,
 ) -> jax.Array:
     """The losses of a planned call, times the weights, and their sum or mean: float32 [...] or a scalar.
 
-    weights: [...], or None for 1. reduction: "none", "sum" or "mean". Other arguments are as in planned_losses.
+    weights: [...], or None for 1. reduction: "none", "sum" or "mean". tuned: PlannedOp.tuned of this call, or None to
+    leave the call as it is. Other arguments are as in planned_losses.
     """
     # Inside shard_map the transpose of this cast sums the gradients of a replicated array over the devices.
     given = x, w, targets, weights
     axes = varying_axes(given)
     x, w, targets, weights = as_varying(given, axes)
+    run = lambda arrays: planned(*(tuned(arrays) if tuned else (call, arrays)))
     if reduction == "none":
-        losses = planned_losses(call, x, w, targets)
+        losses = run(LossArrays(x=x, w=w, targets=targets))
         return losses if weights is None else losses * weights.astype(jnp.float32)
     factors = jnp.float32(1) if weights is None else weights.astype(jnp.float32)
     factors = jnp.where(targets >= 0, factors, 0)
     if reduction == "mean":
         factors = factors / jnp.where((factors != 0).any(), factors.sum(), 1)
-    return planned_sum(call, x, w, targets, as_varying(factors, axes))
+    return run(LossArrays(x=x, w=w, targets=targets, factors=as_varying(factors, axes)))
 
 
 def planned_losses(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:

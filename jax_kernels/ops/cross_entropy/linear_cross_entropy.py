@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.ops.cross_entropy.checks import check
-from jax_kernels.ops.cross_entropy.gradients import reduced
+from jax_kernels.ops.cross_entropy.gradients import planned, reduced
 from jax_kernels.ops.cross_entropy.implementations import OP
 from jax_kernels.ops.sharding.explicit_axes import as_losses, with_explicit_axes
 from jax_kernels.plain_numbers import with_plain_numbers
@@ -90,7 +90,8 @@ def linear_cross_entropy(
         implementation=implementation,
     )
     call = OP.call(request, options, implementation)
-    return reduced(call, arrays.x, arrays.w, arrays.targets, arrays.weights, reduction)
+    tuned = lambda inputs: OP.tuned(call, request, planned, inputs, implementation, moving=("x", "w"))
+    return reduced(call, arrays.x, arrays.w, arrays.targets, arrays.weights, reduction, tuned)
 
 
 OP.explained_by(check)(linear_cross_entropy)

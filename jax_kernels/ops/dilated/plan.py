@@ -1,13 +1,13 @@
 """The planned call of dilated_attention: the attention calls of its branches, and the Plan that describes them."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
-from jax_kernels.inputs.attention import FlashArguments
+from jax_kernels.inputs.attention import AttentionInputs, FlashArguments
 from jax_kernels.ops.attention.flash_attention import OP, flash_attention
 from jax_kernels.ops.attention.flash_attention import prepare as prepare_attention
 from jax_kernels.ops.attention.implementations import AttentionRequest
@@ -15,10 +15,12 @@ from jax_kernels.ops.attention.vjp import AttentionCall, vary_alike
 from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated import launch_grouping as dilated_launches
+from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.branches import BranchCall
 from jax_kernels.ops.dilated.checks import Pattern, check
 from jax_kernels.ops.dilated.pieces import Piece
 from jax_kernels.ops.dilated.vjp import DilatedCall
+from jax_kernels.ops.planned_op import TunableCall, composed
 
 __all__ = ["DilatedPlan", "plan_of_call", "prepare"]
 
@@ -120,7 +122,47 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
         OP.choose(checked.request, checked.arguments["implementation"])  # raises for a name that cannot be served
         return call, arrays
     parts = dataclasses.replace(checked_call, implementation=call.attentions[0][1].implementation)
-    return dataclasses.replace(call, of_heads=parts.planned), arrays
+    call = dataclasses.replace(call, of_heads=parts.planned)
+    return call, tuple(composed(lambda: _recorded(call, checked, keywords, arrays), arrays))
+
+
+class _Inputs(NamedTuple):
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    segment_ids: jax.Array | None
+
+
+def _recorded(call: DilatedCall, checked: Any, keywords: dict[str, Any], arrays: tuple[Any, ...]) -> TunableCall:
+    """The call for jax_kernels.analyze, with an attention for each BranchCall. keywords: of `prepare`."""
+    request = checked.request
+    parts = []
+    for views in checked.pattern.calls():
+        specs = _specs(request, views)
+        ids = specs.pop("segment_ids", (None, None))
+        of_views = dataclasses.replace(
+            request,
+            batch=views.entries(request.batch, request.heads),
+            q_length=views.rows,
+            kv_length=views.rows,
+            heads=views.heads,
+            kv_heads=views.kv_heads,
+        )
+        parts.append((of_views, AttentionInputs(**specs, q_segment_ids=ids[0], kv_segment_ids=ids[1])))
+    specs_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.core.Tracer) else x
+    is_sharded = keywords.get("shards") is not None
+    name = "sequence_parallel_dilated_attention" if is_sharded else "dilated_attention"
+    return TunableCall(
+        op=OP,
+        request=request,
+        call=call,
+        named=keywords.get("implementation"),
+        run=lambda call, inputs: dilated_vjp.run(call, tuple(inputs)),
+        inputs=_Inputs(*arrays),
+        moving=("query", "key", "value"),
+        parts=tuple(parts),
+        plan=lambda: plan_of_call(name, **{name: specs_of(x) for name, x in keywords.items()}),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

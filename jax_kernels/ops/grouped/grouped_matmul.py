@@ -86,7 +86,14 @@ def grouped_matmul(
         precision=precision,
         implementation=implementation,
     )
-    return gradients.planned(OP.call(request, options, implementation), as_varying(inputs, varying_axes(inputs)))
+    inputs = as_varying(inputs, varying_axes(inputs))
+    call = OP.call(request, options, implementation)
+    rows = request.m // max(request.groups, 1) if isinstance(request.m, int) else 0
+    lengths = {"group_sizes": rows}
+    moving = ("x", "w")
+    return gradients.planned(
+        *OP.tuned(call, request, gradients.planned, inputs, implementation, lengths=lengths, moving=moving)
+    )
 
 
 @with_plain_numbers("transpose_w")

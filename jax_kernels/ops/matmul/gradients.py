@@ -184,7 +184,7 @@ def further(call: PlannedCall, inputs: MatmulInputs, options: MatmulOptions) -> 
     request = request_of(options, inputs.x.dtype, options.sizes(inputs), dispatch.target_device(inputs.x))
     named = call.implementation if IMPLEMENTATIONS[call.implementation].supports(request) is None else "xla"
     run = lambda call, inputs: batched(call)(inputs)
-    return run(OP.tuned(OP.call(request, options, named), request, run, inputs, named), inputs)
+    return run(*OP.tuned(OP.call(request, options, named), request, run, inputs, named))
 
 
 def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:

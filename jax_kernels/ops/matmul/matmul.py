@@ -106,7 +106,7 @@ def matmul(
         implementation=implementation,
     )
     call = OP.call(request, options, implementation)
-    return run(OP.tuned(call, request, run, inputs, implementation), inputs)
+    return run(*OP.tuned(call, request, run, inputs, implementation))
 
 
 @with_plain_numbers("transpose_w")
@@ -179,7 +179,7 @@ def gated_matmul(
         implementation=implementation,
     )
     call = GATED.call(request, options, implementation)
-    return run(GATED.tuned(call, request, run, inputs, implementation), inputs)
+    return run(*GATED.tuned(call, request, run, inputs, implementation))
 
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:

@@ -113,8 +113,7 @@ def mlp(
         implementation=implementation,
     )
     inputs = as_varying(inputs, varying_axes(inputs))
-    call = MLP.tuned(MLP.call(request, options, implementation), request, _planned, inputs, implementation)
-    return _planned(call, inputs)
+    return _planned(*MLP.tuned(MLP.call(request, options, implementation), request, _planned, inputs, implementation))
 
 
 def check(

@@ -289,7 +289,7 @@ def prepare(
     )
     inputs = as_varying(inputs, varying_axes(inputs))
     moving = tuple(name for name in ("x", "scale", "bias") if getattr(inputs, name) is not None)
-    call = OPS[op].tuned(
+    return OPS[op].tuned(
         OPS[op].call(request, options, implementation),
         request,
         run,
@@ -297,7 +297,6 @@ def prepare(
         implementation,
         moving=() if quantize is not None else moving,
     )
-    return call, inputs
 
 
 def _check(
