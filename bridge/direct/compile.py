@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jax_kernels.bridge.direct import program_cache
 from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
 from jax_kernels.bridge.direct.executable import chain_of
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction
@@ -73,7 +74,8 @@ class _Device(AbstractDevice):
 def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct]) -> LaunchChain:
     """The launch chain of a JAX function, compiled for a GPU.
 
-    function: takes arrays, and returns a flat sequence of arrays. specs: the shape and dtype of each argument.
+    function: takes arrays, and returns a flat sequence of arrays. specs: the shape and dtype of each argument. If any
+    process compiled an equal program before, its chain is read from disk: see program_cache.
 
     Raises NotDirectError if the function cannot be lowered, or if its program is not only kernels, fills and copies. A
     function without a Mosaic or Triton kernel raises before it is compiled if it has an operation that XLA passes to a
@@ -98,4 +100,11 @@ def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.Sha
     text = lowered.as_text()
     if not any(kernel in text for kernel in _KERNELS) and any(name in text for name in _LIBRARIES):
         raise NotDirectError("the plan has no kernel of this library")
-    return chain_of(lowered.compile(), specs, lowered.out_info)
+    if program_cache.folder() is None:
+        return chain_of(lowered.compile(), specs, lowered.out_info)
+    key = program_cache.key_of(target.description, program_cache.program_text(lowered, text))
+    chain = program_cache.load(key)
+    if chain is None:
+        chain = chain_of(lowered.compile(), specs, lowered.out_info)
+        program_cache.store(key, chain)
+    return chain

@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels import dispatch
+from jax_kernels.bridge.direct import program_cache
 from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
 from jax_kernels.bridge.direct.compile import Target, compile_chain
 from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
 from jax_kernels.bridge.interop import dlpack
+from jax_kernels.bridge.interop.cuda_driver import driver_version
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 from jax_kernels.masks import Mask
 
@@ -252,15 +254,27 @@ def _refused(device: torch.device) -> str | None:
 def _fails(device: torch.device, kind: str) -> str | None:
     """Runs the self-test `kind`, a key of _TESTS, on a device.
 
-    Returns None if it passes; otherwise warns, and returns the reason.
+    Returns None if it passes, also if it passed in an earlier process on such a GPU with the same versions; otherwise
+    warns, and returns the reason.
     """
     try:
-        _test(device, kind)
+        key = _self_test_key(device, kind)
+        if key is None or not program_cache.was_remembered(key):
+            _test(device, kind)
+            if key is not None:
+                program_cache.remember(key)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         _warn(str(device), reason)
         return reason
     return None
+
+
+def _self_test_key(device: torch.device, kind: str) -> str | None:
+    """The key under which program_cache remembers that a self-test passed; None if the cache is off."""
+    if program_cache.folder() is None:
+        return None
+    return program_cache.key_of("self-test", kind, _target(device).description, torch.__version__, driver_version())
 
 
 def _warn(what: str, reason: str) -> None:

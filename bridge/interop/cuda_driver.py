@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import Any
 
-__all__ = ["Attribute", "Driver", "DriverError", "LaunchConfig", "driver", "mosaic_library"]
+__all__ = ["Attribute", "Driver", "DriverError", "LaunchConfig", "driver", "driver_version", "mosaic_library"]
 
 _SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -16,6 +16,7 @@ _UNSIGNED, _OUT = ctypes.c_uint, ctypes.c_void_p
 # Function names with the version suffixes of cuda.h.
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuInit": (_UNSIGNED,),
+    "cuDriverGetVersion": (_OUT,),
     "cuGetErrorName": (_INT, _OUT),
     "cuDeviceGet": (_OUT, _INT),
     "cuDevicePrimaryCtxRetain": (_OUT, _INT),
@@ -136,6 +137,13 @@ def driver() -> Driver:
     Raises OSError if there is none, and AttributeError if it is older than CUDA 12.4.
     """
     return Driver(ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"))
+
+
+def driver_version() -> str:
+    """The version of CUDA that the machine's driver supports, such as "13000". Raises the errors of `driver`."""
+    found = ctypes.c_int()
+    driver().call("cuDriverGetVersion", ctypes.byref(found))
+    return str(found.value)
 
 
 @functools.cache

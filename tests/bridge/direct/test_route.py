@@ -29,6 +29,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(route, "_STATE", route._State(is_enabled=True))
     monkeypatch.setattr(dlpack, "is_capturing", lambda device: False)
     monkeypatch.setattr(dlpack, "jax_device", lambda device: None)
+    monkeypatch.setattr(route.program_cache, "folder", lambda: None)
 
 
 def test_route_is_on_by_default():
@@ -62,6 +63,28 @@ def test_failed_self_test_falls_back_to_dlpack(gpu, monkeypatch):
         assert route.find(double, [TENSOR]) is None
     assert tested == [(GPU, "kernels")]
     assert route.reasons() == ["cuda:0: RuntimeError: wrong numbers", *["RuntimeError: wrong numbers"] * 2]
+
+
+def test_a_self_test_that_passed_is_remembered(gpu, monkeypatch, tmp_path):
+    """A later process on an equal GPU skips it. A failure is not remembered, and another driver tests again."""
+    tested, version = [], ["13000"]
+    monkeypatch.setattr(route.program_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(route, "_target", lambda device: types.SimpleNamespace(description="an H200"))
+    monkeypatch.setattr(route, "driver_version", lambda: version[0])
+
+    def test(device, kind):
+        tested.append(kind)
+        if len(tested) == 1:
+            raise RuntimeError("wrong numbers")
+
+    monkeypatch.setattr(route, "_test", test)
+    with pytest.warns(RuntimeWarning, match="wrong numbers"):
+        assert route._fails(GPU, "kernels") == "RuntimeError: wrong numbers"
+    assert [route._fails(GPU, kind) for kind in ("kernels", "kernels", "Mosaic's")] == [None] * 3
+    assert tested == ["kernels", "kernels", "Mosaic's"]
+    version[0] = "13010"
+    assert route._fails(GPU, "kernels") is None
+    assert tested[3:] == ["kernels"]
 
 
 def test_failed_chain_falls_back_for_its_function_only(gpu, monkeypatch):

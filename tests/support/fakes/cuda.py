@@ -76,6 +76,9 @@ class FakeCuda:
     def _cuInit(self, flags):
         pass
 
+    def _cuDriverGetVersion(self, out):
+        write(out, 13000)
+
     def _cuGetErrorName(self, code, out):
         write(out, b"CUDA_ERROR_ILLEGAL_ADDRESS")
 
