@@ -41,16 +41,17 @@ def experts(
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     sizes = torch.zeros(count + 1, device=pairs.device, dtype=torch.int32)
     sizes = sizes.scatter_add(0, pairs.clamp(max=count), torch.ones_like(pairs, dtype=torch.int32))[:count]
-    first = "gate_up_proj" if module.has_gate else "up_proj"
+    has_gate = getattr(module, "has_gate", True)  # early versions of transformers 5 lack some of these attributes
+    first = "gate_up_proj" if has_gate else "up_proj"
     rows = _TokenRows.apply(hidden_states, order, inverse, each)
     hidden = _multiplied(module, rows, sizes, first)
-    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    hidden = module._apply_gate(hidden) if has_gate else module.act_fn(hidden)
     out = _multiplied(module, hidden, sizes, "down_proj")
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     out = _Permuted.apply(out, inverse, order).unflatten(0, (-1, each))
     weights = top_k_weights.float()
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False):
         is_other = top_k_index >= count
         # A norm, a bias or a gate of rows past the last group need not be 0.
         weights, out = weights.masked_fill(is_other, 0.0), out.masked_fill(is_other[..., None], 0.0)

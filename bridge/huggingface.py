@@ -118,7 +118,7 @@ def replace_experts[Model: "PreTrainedModel"](model: Model) -> Model:
         raise ImportError("bridge.huggingface: got a transformers without ExpertsInterface, want a newer one")
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, want a transformers.PreTrainedModel")
-    if not any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
+    if not any(hasattr(module, "is_transposed") and hasattr(module, "_apply_gate") for module in model.modules()):
         raise ValueError(
             f"model: got a {type(model).__name__}, want one with experts that go through transformers' ExpertsInterface"
         )
