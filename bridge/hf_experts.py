@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.ops.drop_in import fallback
-from jax_kernels.bridge.ops.matmul import grouped_matmul
+from jax_kernels.bridge.ops.grouped_matmul import grouped_matmul
 
 __all__ = ["experts"]
 

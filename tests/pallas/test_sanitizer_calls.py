@@ -59,7 +59,7 @@ FUSION, KERNEL = "=========     at loop_add_fusion_1+0x40", "=========     at at
     ids=["fusion", "dropped error", "kernel", "no line"],
 )
 def test_reads_in_fusions_do_not_count(lines, is_clean):
-    """initcheck's errors in XLA's fusions pass, if the report has all errors. Those of other tools do not."""
+    """initcheck's errors in XLA's fusions pass, if the report has all errors; errors of other tools do not."""
     report = lambda tool: sanitizer.Report(tool=tool, name="call", status=sanitizer.FOUND, seconds=1, lines=lines)
     assert report("initcheck").is_clean == is_clean
     assert not report("memcheck").is_clean

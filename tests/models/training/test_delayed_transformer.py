@@ -32,7 +32,7 @@ def trained(steps, optimizer=None, **options):
 
 
 def test_a_step_records_the_largest_magnitudes():
-    """Of x and of the weights of each of the 7 matmuls of a block. The optimizer has no part in the histories."""
+    """A block has 7 matmuls, each with histories of x and of the weights. The optimizer leaves the histories alone."""
     trainer, _ = trained(0, optax.adamw(1e-2, weight_decay=10.0))
     kernels, seen = [], []
     for _ in range(2):
