@@ -32,7 +32,7 @@ def trained(steps, optimizer=None, **options):
 
 
 def test_a_step_records_the_largest_magnitudes():
-    """Of x and of the weights of each of the 7 matmuls of a block. The optimizer has no part in the histories."""
+    """The 7 matmuls of a block each record x and the weights. The optimizer has no part in the histories."""
     trainer, _ = trained(0, optax.adamw(1e-2, weight_decay=10.0))
     kernels, seen = [], []
     for _ in range(2):
