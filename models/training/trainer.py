@@ -220,12 +220,12 @@ class Trainer(TrainerCheckpoints):
             )
             *summed, largest = sums
             summed = jax.tree.map(lambda x, y: x + y, summed, [total, count, others, gradients])
-            return [*summed, jax.tree.map(jnp.maximum, largest, histories)], None
+            return (*summed, jax.tree.map(jnp.maximum, largest, histories)), None
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
         first = jax.eval_shape(loss, params, jax.tree.map(lambda x: parts(x)[0], batch), key)
         total, (count, (others, histories)) = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
-        start = [total, count, others, zeros, histories]
+        start = (total, count, others, zeros, histories)
         (total, count, others, gradients, histories), _ = jax.lax.scan(
             one, start, (jax.tree.map(parts, batch), jnp.arange(self.accumulate))
         )
