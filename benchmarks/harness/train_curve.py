@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 __all__ = ["losses_of"]
 
-# One part in 20 of the text is held out. The last losses are means of several steps.
+# One part in 20 of the text is held out. `loss` is the mean of the last 50 steps.
 HELD_OUT, LAST = 20, 50
 LEARNING_RATE, WARMUP = 1e-3, 0.05
 

@@ -38,12 +38,13 @@ def statistics(inputs: LossInputs, options: LossOptions) -> Statistics:
 
     def one(carry: Any, of_chunk: Any) -> Any:
         largest, total, chosen, summed = carry
-        logits = _chunk_logits(inputs, options, of_chunk)
-        above = jnp.maximum(largest, logits.max(-1))
-        total = total * jnp.exp(largest - above) + jnp.exp(logits - above[..., None]).sum(-1)
-        chosen = chosen + jnp.where(of_chunk[1] == targets[..., None], logits, 0).sum(-1)
-        if summed is not None:
-            summed = summed + jnp.where(of_chunk[1] < vocabulary, logits, 0).sum(-1)
+        rows, ids = of_chunk
+        logits = _logits(inputs.x, rows, options)  # 0 for padding
+        kept = logits + _padding(ids, vocabulary)
+        above = jnp.maximum(largest, kept.max(-1))
+        total = total * jnp.exp(largest - above) + jnp.exp(kept - above[..., None]).sum(-1)
+        chosen = chosen + _chosen(logits, ids, targets)
+        summed = None if summed is None else summed + logits.sum(-1)
         return (above, total, chosen, summed), None
 
     full = lambda value: jnp.full(targets.shape, value, jnp.float32)
@@ -66,9 +67,9 @@ def gradients(inputs: LossInputs, lse: jax.Array, cotangent: jax.Array, options:
     wide = jnp.float32 if x.dtype == jnp.float16 else rows.dtype
 
     def one(dx: Any, of_chunk: Any) -> Any:
-        logits = _chunk_logits(inputs, options, of_chunk)
-        dlogits = _dlogits(inputs, logits, of_chunk[1], lse, cotangent, options)
-        dx = dx + product("...v,vd->...d", dlogits, of_chunk[0])
+        rows, ids = of_chunk
+        dlogits = _dlogits(inputs, _logits(inputs.x, rows, options), ids, lse, cotangent, options)
+        dx = dx + product("...v,vd->...d", dlogits, rows)
         return dx, layout.sums(dlogits, x, wide)
 
     start = as_varying(jnp.zeros(x.shape, jnp.float32), varying_axes(inputs, lse, cotangent))
@@ -132,10 +133,20 @@ def _whole_statistics(logits: jax.Array, ids: jax.Array, targets: jax.Array, opt
     """The Statistics from the logits [..., V] of all of the vocabulary."""
     largest = lax.stop_gradient(jnp.maximum(logits.max(-1), jnp.finfo(jnp.float32).min))
     total = jnp.exp(logits - largest[..., None]).sum(-1)
-    chosen = jnp.where(ids == targets[..., None], logits, 0).sum(-1)
     return Statistics(
-        lse=largest + jnp.log(total), chosen=chosen, mean=logits.mean(-1) if options.label_smoothing else None
+        lse=largest + jnp.log(total),
+        chosen=_chosen(logits, ids, targets),
+        mean=logits.mean(-1) if options.label_smoothing else None,
     )
+
+
+def _chosen(logits: jax.Array, ids: jax.Array, targets: jax.Array) -> jax.Array:
+    """The logit of each token's target, float32 [...]; 0 if the target is not in ids.
+
+    A product, because XLA would compute the zeros of a jnp.where before the loop, and keep them in memory: an array as
+    large as the logits, which each step reads. `_padding` and `_dlogits` have no jnp.where for the same reason.
+    """
+    return (logits * (ids == targets[..., None])).sum(-1)
 
 
 def _logits(x: jax.Array, rows: jax.Array, options: LossOptions) -> jax.Array:
@@ -160,27 +171,25 @@ def _chunks(inputs: LossInputs, options: LossOptions) -> tuple[jax.Array, jax.Ar
     return options.layout.rows(rows), ids
 
 
-def _chunk_logits(inputs: LossInputs, options: LossOptions, chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The logits of one chunk of the vocabulary: float32 [..., V / count], -inf for padding. chunk: (rows, ids)."""
-    rows, ids = chunk
-    return jnp.where(ids < inputs.rows.shape[0], _logits(inputs.x, rows, options), -jnp.inf)
+def _padding(ids: jax.Array, vocabulary: Any) -> jax.Array:
+    """0 for each id of the vocabulary, -inf for padding: float32, like ids."""
+    return jnp.where(ids < vocabulary, 0.0, -jnp.inf)
 
 
 def _dlogits(
     inputs: LossInputs, logits: jax.Array, ids: jax.Array, lse: jax.Array, cotangent: jax.Array, options: LossOptions
 ) -> jax.Array:
-    """The cotangents of x @ rows.T for these ids, [..., ids], in x's dtype. logits: capped, -inf for padding."""
+    """The cotangents of x @ rows.T for these ids, [..., ids], in x's dtype. logits: capped, 0 for padding."""
     targets, vocabulary = inputs.targets[..., None], inputs.rows.shape[0]
-    share = jnp.exp(logits - lse[..., None])
+    share = jnp.exp(logits + _padding(ids, vocabulary) - lse[..., None])
     share = share * (1 + 2 * options.z_loss * lse[..., None]) if options.z_loss else share
     if options.label_smoothing:
-        chosen = jnp.where(ids == targets, 1 - options.label_smoothing, 0)
-        share = jnp.where(ids < vocabulary, share - chosen - options.label_smoothing / vocabulary, 0)
+        chosen = (1 - options.label_smoothing) * (ids == targets)
+        share = (share - chosen - options.label_smoothing / vocabulary) * (ids < vocabulary)
     else:
         share = share - (ids == targets)
     if options.softcap is not None:
-        capped = jnp.where(ids < vocabulary, logits, 0) / options.softcap
-        share = share * (1 - jnp.square(capped))
+        share = share * (1 - jnp.square(logits / options.softcap))
     return (share * counted(inputs, cotangent)[..., None]).astype(inputs.x.dtype)
 
 

@@ -135,9 +135,8 @@ def fields_of_model(fields: dict[str, Any]) -> dict[str, Any]:
 
     A checkpoint that is older than a field has the field's default.
     """
-    found: dict[str, Any] = {"qk_norm": False, "fp8_scaling": "dynamic"} | {
-        name: x for name, x in fields.items() if name not in _FREE
-    }
+    defaults: dict[str, Any] = {"qk_norm": False, "fp8_scaling": "dynamic"}
+    found = defaults | {name: x for name, x in fields.items() if name not in _FREE}
     if experts := found.get("experts"):
         kept = {name: x for name, x in experts.items() if name not in _FREE_OF_EXPERTS}
         # The rate is the training's, but with one there is a parameter more.

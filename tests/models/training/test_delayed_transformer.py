@@ -32,7 +32,7 @@ def trained(steps, optimizer=None, **options):
 
 
 def test_a_step_records_the_largest_magnitudes():
-    """A block has 7 matmuls, each with histories of x and of the weights. The optimizer leaves the histories alone."""
+    """The 7 matmuls of a block each record x and the weights. The optimizer has no part in the histories."""
     trainer, _ = trained(0, optax.adamw(1e-2, weight_decay=10.0))
     kernels, seen = [], []
     for _ in range(2):
