@@ -7,7 +7,8 @@ random order. Peers: "ragged_dot"; "torch", torch._grouped_mm; "dense", one matm
 XLA, which has the same FLOPs and reads the weights of one group only; "jla", jax-linear-attention's Hopper kernel, not
 by default. --with-gradients times the forward and the gradients of x and w. --epilogue adds a bias and silu to this
 library's calls, without peers. --gated times grouped_gated_matmul with silu, and "two": two grouped_matmuls of this
-library, with silu by XLA. Torch and dense are then two matmuls each.
+library, with silu by XLA. Torch and dense are then two matmuls each. --gather reads the
+rows from an x of a fourth of the rows, by index, without peers; "copy" gathers them by XLA for the planned kernels.
 
 --sweep times other blocks, forward and gradient of the weights: of the Triton kernels as
 "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as "num_stages=3"; of the
@@ -52,7 +53,8 @@ class Case:
     """A grouped matmul of x [m, k] and w [groups, k, n]. sizes: "even" or "skewed".
 
     has_epilogue: with a bias and silu. has_gradients: the call is the forward and the gradients of all float arrays.
-    is_gated: silu(x @ w_gate) * (x @ w_up), with weights like w.
+    is_gated: silu(x @ w_gate) * (x @ w_up), with weights like w. gathers: x is [m / 4, k], and the m rows are
+    gathered from it.
     """
 
     m: int
@@ -64,6 +66,7 @@ class Case:
     has_epilogue: bool = False
     has_gradients: bool = False
     is_gated: bool = False
+    gathers: bool = False
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -71,7 +74,12 @@ class Case:
 
     @property
     def label(self) -> str:
-        rest = ["gated"] * self.is_gated + ["epilogue"] * self.has_epilogue + ["with gradients"] * self.has_gradients
+        rest = (
+            ["gated"] * self.is_gated
+            + ["gathered"] * self.gathers
+            + ["epilogue"] * self.has_epilogue
+            + ["with gradients"] * self.has_gradients
+        )
         return " ".join([f"{self.m}x{self.n}x{self.k} {self.groups} {self.sizes} {self.dtype}", *rest])
 
     @property
@@ -89,7 +97,7 @@ class Case:
 
     def arrays(self) -> list[dict[str, jax.Array]]:
         """Sets of x, the weights, group_sizes, with has_epilogue bias, and dout, together larger than the L2 cache."""
-        shapes = {"x": (self.m, self.k), "dout": (self.m, self.n)}
+        shapes = {"x": (self.m // 4 if self.gathers else self.m, self.k), "dout": (self.m, self.n)}
         shapes |= dict.fromkeys(self.weights, (self.groups, self.k, self.n))
         shapes |= {"bias": (self.groups, self.n)} if self.has_epilogue else {}
         size = jnp.dtype(DTYPES[self.dtype]).itemsize * sum(map(np.prod, shapes.values()))
@@ -98,13 +106,17 @@ class Case:
         for seed in range(max(1, min(16, round(ROTATION_BYTES / size)))):
             keys = jax.random.split(jax.random.key(seed), len(shapes))
             made = {name: normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
-            sets.append(jax.block_until_ready(made | {"group_sizes": jnp.asarray(self.group_sizes)}))
+            made["group_sizes"] = jnp.asarray(self.group_sizes)
+            if self.gathers:
+                made["gather_indices"] = jax.random.permutation(keys[0], self.m).astype(jnp.int32) // 4
+            sets.append(jax.block_until_ready(made))
         return sets
 
     def call(self, op: Callable[..., Any], arrays: dict[str, jax.Array]) -> Any:
         """The result of op(x=, group_sizes=, ...), with has_gradients followed by the gradients, as a list."""
-        given = {name: x for name, x in arrays.items() if name not in ("group_sizes", "dout")}
-        run = lambda given: op(**given, group_sizes=arrays["group_sizes"])
+        integers = {name: x for name, x in arrays.items() if name in ("group_sizes", "gather_indices")}
+        given = {name: x for name, x in arrays.items() if name not in (*integers, "dout")}
+        run = lambda given: op(**given, **integers)
         if not self.has_gradients:
             return [run(given)]
         out, vjp = jax.vjp(run, given)
@@ -147,6 +159,12 @@ def by_two(case: Case, sets: list[dict[str, Any]], implementation: str) -> Calla
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
     return compiled(case, sets, op)
+
+
+def by_copy(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
+    """The planned kernels, on rows that XLA gathers into a copy."""
+    planned = grouped_gated_matmul if case.is_gated else grouped_matmul
+    return compiled(case, sets, lambda x, gather_indices, **given: planned(x[gather_indices], **given))
 
 
 def by_ragged_dot(case: Case, sets: list[dict[str, Any]]) -> Callable[[int], Any]:
@@ -233,6 +251,9 @@ def contenders_of(case: Case, sets: list[dict[str, Any]], args: argparse.Namespa
         add(part, "jax", lambda part=part: ours(case, sets, _implementation(part), _blocks(part)))
     if case.has_epilogue:
         return found
+    if case.gathers:
+        add("copy", "jax", lambda: by_copy(case, sets))
+        return found
     if case.is_gated:
         first = (swept or args.implementations)[0]
         add("two", "jax", lambda: by_two(case, sets, first))
@@ -263,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")
     parser.add_argument("--gated", action="store_true", help="a gated unit")
+    parser.add_argument("--gather", action="store_true", help="gather the rows by index")
     parser.add_argument("--epilogue", action="store_true", help="with a bias and silu")
     parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="comma list of this library's")
     parser.add_argument("--peers", default="ragged_dot,torch,dense")
@@ -276,10 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.peers = command_line.names("peers", args.peers, PEERS) if args.peers else []
     prepare_process()
     until = time.monotonic() + args.budget
-    with_torch = "torch" in args.peers and not args.epilogue
+    with_torch = "torch" in args.peers and not (args.epilogue or args.gather)
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
     results = report.header(args.commit, with_torch, timer=name, rows=[])
     how = {"has_epilogue": args.epilogue, "has_gradients": args.with_gradients, "is_gated": args.gated}
+    how["gathers"] = args.gather
     cases = [Case(*shape, kind, args.dtype, **how) for shape in shapes for kind in kinds]
     return case_rows.run(cases, measure, args, timer, results, until)
 

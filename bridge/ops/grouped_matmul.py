@@ -24,6 +24,7 @@ def grouped_matmul(
     *,
     bias: torch.Tensor | None = None,
     activation: str | Activation | None = None,
+    gather_indices: torch.Tensor | None = None,
     transpose_w: bool = False,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
@@ -41,6 +42,8 @@ def grouped_matmul(
         synchronisation, and CUDA graphs can capture it. For the offsets that torch._grouped_mm takes, they are
         offs.diff(prepend=offs.new_zeros(1)).
       bias: [G, N], in x's dtype or float32.
+      gather_indices: int32 [M], with x [T, K]: row i of the call is x[gather_indices[i]], and 0 for an index outside of
+        x.
       activation, out_dtype, implementation: as in bridge.matmul.
       precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
         "bf16" or "fp16": x and w are rounded to this dtype first.
@@ -48,17 +51,23 @@ def grouped_matmul(
     It raises the errors of jax_kernels.grouped_matmul, or of bridge.from_jax if they differ.
     """
     call = _grouped_matmul.lookup(
-        (x, w, group_sizes, bias), (activation, transpose_w, out_dtype, precision, implementation)
+        (x, w, group_sizes, bias, gather_indices), (activation, transpose_w, out_dtype, precision, implementation)
     )
     if call and call.cached:
         return call.cached(call.tensors)
     check_tensors(x=x, w=w, group_sizes=group_sizes)
-    check_optional_tensors(bias=bias)
-    tensors = {"x": x, "w": w, "group_sizes": group_sizes, "bias": bias}
+    check_optional_tensors(bias=bias, gather_indices=gather_indices)
+    tensors = {"x": x, "w": w, "group_sizes": group_sizes, "bias": bias, "gather_indices": gather_indices}
     if dtensors.are_in(*tensors.values()):
         own = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
         weights = (None, "columns", None) if transpose_w else (None, None, "columns")
-        roles = {"x": (None, None), "w": weights, "group_sizes": (None,), "bias": (None, "columns")}
+        roles = {
+            "x": (None, None),
+            "w": weights,
+            "group_sizes": (None,),
+            "bias": (None, "columns"),
+            "gather_indices": (None,),
+        }
         results = ((None, "columns"),)
         return dtensors.on_shards(grouped_matmul, tensors, roles, results, own | {"implementation": implementation})
     x, w, bias = under_autocast(x, w, bias)
@@ -69,6 +78,7 @@ def grouped_matmul(
         group_sizes,
         bias=bias,
         activation=name_of(activation),
+        gather_indices=gather_indices,
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
         precision=taken_precision(precision, x),
@@ -84,6 +94,7 @@ def grouped_gated_matmul(
     group_sizes: torch.Tensor,
     activation: str | Activation = "silu",
     *,
+    gather_indices: torch.Tensor | None = None,
     transpose_w: bool = False,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
@@ -96,16 +107,23 @@ def grouped_gated_matmul(
     raise the same errors. w_gate, w_up: [G, K, N], or [G, N, K] with transpose_w.
     """
     call = _grouped_gated_matmul.lookup(
-        (x, w_gate, w_up, group_sizes), (activation, transpose_w, out_dtype, precision, implementation)
+        (x, w_gate, w_up, group_sizes, gather_indices), (activation, transpose_w, out_dtype, precision, implementation)
     )
     if call and call.cached:
         return call.cached(call.tensors)
     check_tensors(x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes)
-    tensors = {"x": x, "w_gate": w_gate, "w_up": w_up, "group_sizes": group_sizes}
+    check_optional_tensors(gather_indices=gather_indices)
+    tensors = {"x": x, "w_gate": w_gate, "w_up": w_up, "group_sizes": group_sizes, "gather_indices": gather_indices}
     if dtensors.are_in(*tensors.values()):
         own = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
         weights = (None, "columns", None) if transpose_w else (None, None, "columns")
-        roles = {"x": (None, None), "w_gate": weights, "w_up": weights, "group_sizes": (None,)}
+        roles = {
+            "x": (None, None),
+            "w_gate": weights,
+            "w_up": weights,
+            "group_sizes": (None,),
+            "gather_indices": (None,),
+        }
         own |= {"implementation": implementation}
         return dtensors.on_shards(grouped_gated_matmul, tensors, roles, ((None, "columns"),), own)
     x, w_gate, w_up = under_autocast(x, w_gate, w_up)
@@ -116,6 +134,7 @@ def grouped_gated_matmul(
         w_up,
         group_sizes,
         activation=name_of(activation),
+        gather_indices=gather_indices,
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
         precision=taken_precision(precision, x),

@@ -276,6 +276,7 @@ OPTIONS: dict[str, Option] = {
     "matmul.bias": Option(help="with a bias", type=bool, is_array=True, value=_vector(_columns)),
     "matmul.precision": _PRODUCT_PRECISION,
     "gated_matmul.precision": _PRODUCT_PRECISION,
+    "gather_indices": _flag("with the index of each row", lambda call: spec(call.first.shape[:1], "int32")),
     "grouped_matmul.bias": _flag("with a bias", lambda call: spec(_of_groups(call), call.first.dtype.name)),
     "grouped_matmul.precision": _GROUPED_PRECISION,
     "grouped_gated_matmul.precision": _GROUPED_PRECISION,

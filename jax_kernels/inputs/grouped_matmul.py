@@ -12,7 +12,8 @@ class GroupedInputs(NamedTuple):
 
     x: [M, K], its rows sorted by group. w: [G, K, N] in x's dtype; [G, N, K] with transpose_w. group_sizes: [G], the
     number of rows of each group. bias: [G, N], x's dtype or float32. w_up: like w, of a gated unit. x_up: like x; a
-    call with x_up has no gated unit, and adds x_up @ w_up to x @ w.
+    call with x_up has no gated unit, and adds x_up @ w_up to x @ w. gather: int32 [M], without x_up: row i of the call
+    is row gather[i] of x, which is [T, K]; an index outside of x gives a row of 0.
     """
 
     x: Float[Array, "M K"]
@@ -21,6 +22,12 @@ class GroupedInputs(NamedTuple):
     bias: Float[Array, "G N"] | None = None
     w_up: Float[Array, "G K N"] | Float[Array, "G N K"] | None = None
     x_up: Float[Array, "M K"] | None = None
+    gather: Int32[Array, " M"] | None = None
+
+    @property
+    def rows(self) -> int:
+        """M, the number of rows of the call."""
+        return (self.x if self.gather is None else self.gather).shape[0]
 
     @property
     def is_gated(self) -> bool:
@@ -40,11 +47,15 @@ class GroupedResult(NamedTuple):
 
 
 class WeightGradientInputs(NamedTuple):
-    """The arrays of the gradient of w. x: [M, K]. dz: [M, N], x's dtype, the cotangent of x @ w. group_sizes: [G]."""
+    """The arrays of the gradient of w. x: [M, K]. dz: [M, N], x's dtype, the cotangent of x @ w. group_sizes: [G].
+
+    gather: None, or int32 [M], as in GroupedInputs: x is [T, K].
+    """
 
     x: Float[Array, "M K"]
     dz: Float[Array, "M N"]
     group_sizes: Int32[Array, " G"]
+    gather: Int32[Array, " M"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,4 +81,4 @@ class GroupedOptions:
     def sizes(self, inputs: GroupedInputs) -> tuple[int, int, int, int]:
         """(G, M, N, K)."""
         groups, *weight = inputs.w.shape
-        return groups, inputs.x.shape[0], weight[0 if self.transpose_w else 1], inputs.x.shape[1]
+        return groups, inputs.rows, weight[0 if self.transpose_w else 1], inputs.x.shape[1]

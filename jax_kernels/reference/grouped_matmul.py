@@ -14,7 +14,7 @@ from jax_kernels.inputs.group_tiles import GroupTiles, group_of_rows, group_offs
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult, WeightGradientInputs
 from jax_kernels.reference.matmul import PRECISIONS
 
-__all__ = ["grouped_matmul", "sum_of_rows", "weight_gradient"]
+__all__ = ["gathered", "grouped_matmul", "sum_of_rows", "weight_gradient"]
 
 # Fewer rows leave tensor cores idle; more rows waste work in a group's last tile.
 LEAST_ROWS, MOST_ROWS = 16, 1024
@@ -31,9 +31,8 @@ def grouped_matmul(inputs: GroupedInputs, options: GroupedOptions) -> GroupedRes
 
     def of_tile(tile: GroupTiles) -> list[jax.Array]:
         group = jnp.minimum(tile.group, groups - 1)
-        multiply: Any = lambda x, w: _dot(
-            _rows(x, tile, block), w[group], (1, 1 if options.transpose_w else 0), options
-        )
+        axes = 1, 1 if options.transpose_w else 0
+        multiply: Any = lambda x, w: _dot(_rows(x, tile, block, inputs.gather), w[group], axes, options)
         z = multiply(inputs.x, inputs.w)
         z = z if inputs.x_up is None else z + multiply(inputs.x_up, inputs.w_up)
         z = z if inputs.bias is None else z + inputs.bias[group][None].astype(jnp.float32)
@@ -62,8 +61,9 @@ def weight_gradient(inputs: WeightGradientInputs, options: GroupedOptions) -> ja
 
     [G, K, N] in options.out_dtype; [G, N, K] with transpose_w.
     """
-    first, second = (inputs.dz, inputs.x) if options.transpose_w else (inputs.x, inputs.dz)
-    groups, rows = inputs.group_sizes.shape[0], first.shape[0]
+    operands = (inputs.dz, None), (inputs.x, inputs.gather)
+    (first, of_first), (second, of_second) = operands if options.transpose_w else operands[::-1]
+    groups, rows = inputs.group_sizes.shape[0], inputs.dz.shape[0]
     total = jnp.zeros_like(first, jnp.float32, shape=(groups, first.shape[1], second.shape[1]))
     if rows == 0 or groups == 0:
         return total.astype(options.out_dtype)
@@ -72,7 +72,8 @@ def weight_gradient(inputs: WeightGradientInputs, options: GroupedOptions) -> ja
     def step(total: jax.Array, tile: GroupTiles) -> tuple[jax.Array, None]:
         group = jnp.minimum(tile.group, groups - 1)
         exists = (tile.first + lax.iota(jnp.int32, block) < tile.end) & (tile.group < groups)
-        a, b = (jnp.where(exists[:, None], _rows(y, tile, block), 0) for y in (first, second))
+        found = (_rows(y, tile, block, gather) for y, gather in ((first, of_first), (second, of_second)))
+        a, b = (jnp.where(exists[:, None], y, 0) for y in found)
         return lax.dynamic_update_index_in_dim(total, total[group] + _dot(a, b, (0, 0), options), group, 0), None
 
     total, _ = lax.scan(step, total, group_tiles(group_offsets(inputs.group_sizes, rows), rows, block))
@@ -100,9 +101,21 @@ def _block(rows: Any, groups: Any) -> int:
     return min(max(LEAST_ROWS, 1 << (-(-rows // groups) - 1).bit_length()), MOST_ROWS)
 
 
-def _rows(x: jax.Array, tile: GroupTiles, block: int) -> jax.Array:
-    """The rows of x from the tile's first row on, [block, columns]: rows past x's end repeat its last row."""
-    return x.at[tile.first + lax.iota(jnp.int32, block)].get(mode="clip")
+def gathered(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index], with rows of 0 for an index outside of x."""
+    if x.shape[0] == 0:
+        return jnp.zeros_like(x, shape=(index.shape[0], *x.shape[1:]))
+    index = jnp.where(index < 0, x.shape[0], index)  # JAX counts negative indices from the end
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _rows(x: jax.Array, tile: GroupTiles, block: int, gather: jax.Array | None = None) -> jax.Array:
+    """The rows of x from the tile's first row on, [block, columns]: rows past x's end repeat its last row.
+
+    gather: the indices in x of all rows of the call; None if the rows are x's.
+    """
+    row = tile.first + lax.iota(jnp.int32, block)
+    return x.at[row].get(mode="clip") if gather is None else gathered(x, gather.at[row].get(mode="clip"))
 
 
 def _dot(x: Any, w: Any, axes: tuple[int, int], options: GroupedOptions) -> jax.Array:

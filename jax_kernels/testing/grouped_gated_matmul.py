@@ -37,6 +37,7 @@ CASES = _gated(
     float16=Case((7, 29, 0, 2), 40, 24, dtype="float16", activation="gelu_tanh", transpose_w=True),
     float32=Case((7, 1, 23), 24, 16, dtype="float32", past=2),
     tf32=Case((7, 0, 23), 24, 16, dtype="float32", precision="tf32", transpose_w=True),
+    gathered=Case((9, 0, 5, 21), 32, 24, past=4, tokens=11),
     wide_out=Case((9, 5, 0, 21), 32, 24, out_dtype="float32", activation="sigmoid"),
     float16_wide_out=Case((9, 5, 0, 21), 32, 24, dtype="float16", out_dtype="float32", past=3),
 )
@@ -57,6 +58,7 @@ HOPPER = _gated(
 LONG = _gated(
     many=Case((1000, 0, 3, 2045, 900, 1, 147), 1024, 1536, activation="gelu", past=5),
     many_odd=Case((1001, 17, 0, 513), 1027, 1531, transpose_w=True),
+    many_gathered=Case((1000, 0, 3, 2045), 1024, 1536, tokens=1024),
     decoding=Case((3, 0, 1, 0, 0, 9, 2, 1) * 8, 1024, 768),
 )
 # `jax-kernels check` runs these cases without --full.

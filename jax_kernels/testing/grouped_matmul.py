@@ -35,7 +35,8 @@ class Case:
     """A call of grouped_matmul, or of grouped_gated_matmul if is_gated, without its arrays.
 
     sizes: of the groups. past: the rows of x past the last group, which hold NaN, as does their cotangent. depth: K.
-    columns: N. bias: its dtype, None for none. out_dtype: None for dtype.
+    columns: N. bias: its dtype, None for none. out_dtype: None for dtype. tokens: the rows of x, from which the call
+    gathers its rows, a few of them with indices outside of x; None for a call that does not gather.
     """
 
     sizes: tuple[int, ...]
@@ -49,6 +50,7 @@ class Case:
     transpose_w: bool = False
     precision: str | None = None
     is_gated: bool = False
+    tokens: int | None = None
 
     @property
     def rows(self) -> int:
@@ -64,8 +66,10 @@ class Case:
         """The shapes and dtypes of the call's arrays by name, and of dout, the cotangent of out."""
         groups, weight = len(self.sizes), (self.depth, self.columns)
         of_w = spec((groups, *(weight[::-1] if self.transpose_w else weight)), self.dtype)
-        found = {"x": spec((self.rows, self.depth), self.dtype)} | dict.fromkeys(self.weights, of_w)
+        found = {"x": spec((self.tokens or self.rows, self.depth), self.dtype)} | dict.fromkeys(self.weights, of_w)
         found["group_sizes"] = spec((groups,), "int32")
+        if self.tokens:
+            found["gather_indices"] = spec((self.rows,), "int32")
         if self.bias:
             found["bias"] = spec((groups, self.columns), self.bias)
         return found | {"dout": spec((self.rows, self.columns), self.out_dtype or self.dtype)}
@@ -76,8 +80,10 @@ class Case:
         found = {}
         for name, of_type in self.types.items():
             values = random.standard_normal(of_type.shape) * (self.depth**-0.5 if name in self.weights else 1.0)
-            if name in ("x", "dout"):
+            if name == "dout" or (name == "x" and not self.tokens):
                 values[sum(self.sizes) :] = np.nan
+            if name == "gather_indices":
+                values = random.integers(-2, (self.tokens or 0) + 2, self.rows)
             found[name] = jnp.asarray(self.sizes if name == "group_sizes" else values, of_type.dtype)
         return found, found.pop("dout")
 
@@ -96,15 +102,15 @@ class Case:
         "dx".
         """
         arrays, dout = self.arrays()
-        sizes = arrays.pop("group_sizes")
+        integers = {name: arrays.pop(name) for name in ("group_sizes", "gather_indices") if name in arrays}
 
         @jax.jit
-        def both(arrays, sizes, dout):
-            call = lambda given: self.call(given | {"group_sizes": sizes}, implementation)
+        def both(arrays, integers, dout):
+            call = lambda given: self.call(given | integers, implementation)
             out, vjp = jax.vjp(call, arrays)
             return out, call(arrays), vjp(dout)[0]
 
-        out, primal, gradients = both(arrays, sizes, dout)
+        out, primal, gradients = both(arrays, integers, dout)
         return {"out": out, "primal": primal} | {f"d{name}": x for name, x in gradients.items()}
 
     def definition(self) -> dict[str, np.ndarray]:
@@ -114,9 +120,17 @@ class Case:
             np.asarray(y).astype(np.float64) for y in (arrays["x"], cotangent, *(arrays[name] for name in self.weights))
         )
         weights = [y.swapaxes(1, 2) if self.transpose_w else y for y in weights]
-        w = weights[0]
-        if self.is_gated:
-            return self._gated_definition(x, weights, dout)
+        index = np.asarray(arrays["gather_indices"]) if self.tokens else np.arange(self.rows)
+        exists = (index >= 0) & (index < len(x))
+        rows = np.where(exists[:, None], x[np.where(exists, index, 0)], 0)
+        found = self._gated_definition(rows, weights, dout) if self.is_gated else self._plain(rows, weights[0], dout)
+        of_rows, found["dx"] = found["dx"], np.zeros(x.shape)
+        np.add.at(found["dx"], index[exists], of_rows[exists])
+        return found
+
+    def _plain(self, x: np.ndarray, w: np.ndarray, dout: np.ndarray) -> dict[str, np.ndarray]:
+        """The right results of a call that is not gated, for these rows. w: [G, K, N]."""
+        arrays, _ = self.arrays()
         bias = np.zeros((len(w), self.columns))
         if self.bias:
             bias = np.asarray(arrays["bias"]).astype(np.float64)
@@ -201,6 +215,8 @@ CASES = {
     "tf32": Case((7, 0, 23), 24, 16, dtype="float32", precision="tf32", transpose_w=True),
     "wide_out": Case((9, 5, 0, 21), 32, 24, out_dtype="float32", bias="float32", activation="relu"),
     "float16_wide_out": Case((9, 5, 0, 21), 32, 24, dtype="float16", out_dtype="float32"),
+    "gathered": Case((9, 0, 5, 21), 32, 24, bias="float32", activation="silu", past=4, tokens=11),
+    "gathered_transposed": Case((2, 37, 1), 31, 40, transpose_w=True, tokens=50),
 }
 # Sizes next to the blocks of the Triton kernels, and groups that end inside of a block.
 TRITON = {name: case for name, case in CASES.items() if name != "float32"} | {
@@ -224,6 +240,7 @@ LONG = {
     "many": Case((1000, 0, 3, 2045, 900, 1, 147), 1024, 1536, activation="gelu", bias="float32", past=5),
     "many_odd": Case((1001, 17, 0, 513), 1027, 1531, activation="silu", bias="bfloat16", transpose_w=True),
     "many_tf32": Case((300, 700, 1), 512, 1536, dtype="float32", precision="tf32"),
+    "many_gathered": Case((1000, 0, 3, 2045), 1024, 1536, activation="gelu", tokens=1024),
     "decoding": Case((3, 0, 1, 0, 0, 9, 2, 1) * 8, 1024, 768, activation="silu"),
 }
 ERROR = "largest error"  # the kind of error, for a table

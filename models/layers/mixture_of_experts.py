@@ -1,4 +1,4 @@
-"""MixtureOfExperts as an nnx module: a router, and gated MLPs by this library's grouped_matmul."""
+"""MixtureOfExperts as an nnx module: a router, and gated MLPs by this library's grouped matmuls."""
 
 import dataclasses
 import functools
@@ -19,6 +19,7 @@ from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing,
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.models.parallel.token_exchange import exchange_rows
 from jax_kernels.ops.checks import checked_array
+from jax_kernels.ops.grouped.experts import gated_experts
 from jax_kernels.ops.grouped.grouped_matmul import grouped_matmul
 from jax_kernels.ops.matmul.checks import checked_activation
 from jax_kernels.ops.matmul.mlp import RESIDUALS
@@ -43,7 +44,8 @@ class MixtureOfExperts(nnx.Module):
             out = out + weight * (hidden @ down_proj[e])
 
     No token is dropped: an expert takes all tokens that chose it, from none to all. The tokens are sorted by expert,
-    and the experts' matmuls are grouped_matmuls. The group sizes stay on the device. The weighted sum is in float32.
+    and one grouped_gated_matmul and one grouped_matmul run all experts. The group sizes stay on the device. The
+    weighted sum is in float32.
 
     Parameters: router [model_dim, num_experts] in float32; gate_proj and up_proj [num_experts, model_dim, mlp_dim];
     down_proj [num_experts, mlp_dim, model_dim]; with shared experts also the GatedMLP `shared`. With balance_bias
@@ -283,15 +285,13 @@ class MixtureOfExperts(nnx.Module):
         down_proj, gate_proj or None) of the experts. Rows past the last expert give 0.
         """
         up, down, gate = kernels
-        multiply = functools.partial(grouped_matmul, group_sizes=sizes, implementation=self.implementation)
+        how = {"group_sizes": sizes, "implementation": self.implementation}
+        if gate is not None:
+            return gated_experts(rows, gate, up, down, activation=self.activation, **how)
         activation = checked_activation(self.activation)
         assert activation is not None
-        hidden = checkpoint_name(multiply(rows, up), RESIDUALS[1]).astype(jnp.float32)
-        if gate is None:
-            hidden = activation(hidden)
-        else:
-            hidden = hidden * activation(checkpoint_name(multiply(rows, gate), RESIDUALS[0]).astype(jnp.float32))
-        return multiply(hidden.astype(rows.dtype), down)
+        hidden = activation(checkpoint_name(grouped_matmul(rows, up, **how), RESIDUALS[1]).astype(jnp.float32))
+        return grouped_matmul(hidden.astype(rows.dtype), down, **how)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

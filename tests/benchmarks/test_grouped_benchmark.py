@@ -43,7 +43,10 @@ def test_blocks_override_the_plan(monkeypatch):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("words", ["", "--with-gradients", "--epilogue --with-gradients", "--gated --with-gradients"])
+@pytest.mark.parametrize(
+    "words",
+    ["", "--with-gradients", "--epilogue --with-gradients", "--gated --with-gradients", "--gather --with-gradients"],
+)
 def test_runs(tmp_path, monkeypatch, without_gpu, words):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
     output = tmp_path / "grouped.json"
@@ -55,6 +58,8 @@ def test_runs(tmp_path, monkeypatch, without_gpu, words):
     peers = {} if "epilogue" in words else {"ragged_dot": "ok", "dense": "ok"}
     if "gated" in words:
         peers = {"two": "unavailable", "ragged_dot": "unavailable", "dense": "ok"}
+    if "gather" in words:
+        peers = {"copy": "ok"}
     for row in rows:
         statuses = {c["name"]: c["status"] for c in row["contenders"]}
         assert statuses == {"mosaic_gpu": "unavailable", "triton": "unavailable", "xla": "ok"} | peers

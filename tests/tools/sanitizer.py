@@ -164,6 +164,14 @@ def _grouped(implementation: str) -> Call:
     return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, 320), _shape(4, 320)))
 
 
+def _gathered(implementation: str) -> Call:
+    def multiply(x: Any, w: Any) -> Any:
+        sizes, index = jnp.asarray([70, 0, 13, 200], jnp.int32), jnp.arange(304, dtype=jnp.int32) * 7 % 103 - 1
+        return jk.grouped_matmul(x, w, sizes, gather_indices=index, implementation=implementation)
+
+    return Call(function=multiply, shapes=(_shape(100, 128), _shape(4, 128, 320)))
+
+
 def _grouped_gated(implementation: str) -> Call:
     def multiply(x: Any, w_gate: Any, w_up: Any) -> Any:
         sizes = jnp.asarray([70, 0, 13, 200], jnp.int32)
@@ -290,6 +298,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "triton matmul few rows": lambda: _matmul(TRITON, 3, 4096, 64),
     "triton gated": lambda: _gated(TRITON),
     "triton grouped": lambda: _grouped(TRITON),
+    "triton grouped gathered": lambda: _gathered(TRITON),
     "triton grouped gated": lambda: _grouped_gated(TRITON),
     "triton int4": lambda: _low_bit(TRITON, "int4", 4),
     "triton mxfp4": lambda: _low_bit(TRITON, "mxfp4", 3, inner=4096),

@@ -18,8 +18,8 @@ __all__ = ["check", "check_gated"]
 
 
 def check(
-    *, x, w, group_sizes, bias=None, activation=None, transpose_w=False, out_dtype=None, precision=None,
-    implementation=None,
+    *, x, w, group_sizes, bias=None, activation=None, gather_indices=None, transpose_w=False, out_dtype=None,
+    precision=None, implementation=None,
 ) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:  # fmt: skip
     """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents.
 
@@ -38,13 +38,15 @@ def check(
         activation=checked_activation(activation),
         precision=None if precision in ROUNDED else precision,
     )
+    gather = None if gather_indices is None else _checked_indices(gather_indices, x.shape[0])
     inputs = GroupedInputs(
         x=x,
         w=w,
-        group_sizes=_checked_sizes(group_sizes, groups, x.shape[0]),
+        group_sizes=_checked_sizes(group_sizes, groups, (x if gather is None else gather).shape[0]),
         bias=None if bias is None else _checked_bias(bias, x.dtype, (groups, columns)),
+        gather=gather,
     )
-    return request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x)), inputs, options
+    return request_of(options, inputs, dispatch.target_device(x)), inputs, options
 
 
 def check_gated(
@@ -112,6 +114,23 @@ def _checked_sizes(group_sizes: Any, groups: int, rows: int) -> Any:
         if jnp.iinfo(group_sizes.dtype).min < 0:
             group_sizes = (np if isinstance(group_sizes, np.ndarray) else jnp).maximum(group_sizes, 0)
     return jnp.asarray(group_sizes).astype(jnp.int32)
+
+
+def _checked_indices(indices: Any, rows: int) -> Any:
+    """gather_indices as int32 [M]. rows: of x. Values outside of x become -1. Raises TypeError or ValueError."""
+    if not isinstance(indices, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"gather_indices: got {type(indices).__name__}, want an array of integers")
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"gather_indices: got dtype {indices.dtype}, want int32")
+    if indices.ndim != 1:
+        raise ValueError(f"gather_indices: got shape {indices.shape}, want [M]")
+    if isinstance(indices, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(indices.shape, jnp.dtype(jnp.int32))
+    if indices.dtype == jnp.int32:
+        return jnp.asarray(indices)
+    where: Any = np.where if isinstance(indices, np.ndarray) else jnp.where
+    limit = min(rows, jnp.iinfo(indices.dtype).max)
+    return jnp.asarray(where((indices >= 0) & (indices <= limit), indices, indices.dtype.type(limit)), jnp.int32)
 
 
 def _checked_bias(bias: Any, dtype: Any, shape: tuple[int, int]) -> Any:

@@ -54,11 +54,19 @@ def _backward(call, residuals, dout):
     dbias = None if inputs.bias is None else sum_of_rows(dz, inputs.group_sizes).astype(inputs.bias.dtype)
     scaled = ScaledCotangents.of(dz, dup, dout.dtype, inputs.x.dtype)
     dx = scaled.back(functools.partial(input_gradient, call, inputs, scaled.dz, scaled.dup))
+    dx = dx if inputs.gather is None else _scattered(dx, inputs.gather, inputs.x.shape[0])
     dw, dw_up = (
         None if y is None else scaled.back(functools.partial(weight_gradient, call, inputs, y))
         for y in (scaled.dz, scaled.dup)
     )
     return (GroupedInputs(x=dx, w=dw, group_sizes=None, bias=dbias, w_up=dw_up),)  # type: ignore[arg-type]
+
+
+def _scattered(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
+    """[count, K] in rows' dtype: row t is the float32 sum of the rows [M, K] with index t."""
+    index = jnp.where(index < 0, count, index)  # JAX counts negative indices from the end
+    total = jnp.zeros_like(rows, jnp.float32, shape=(count, rows.shape[1]))
+    return total.at[index].add(rows.astype(jnp.float32), mode="drop").astype(rows.dtype)
 
 
 def _without_other_rows(dz: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -71,9 +79,9 @@ def _without_other_rows(dz: jax.Array, group_sizes: jax.Array) -> jax.Array:
 def input_gradient(
     call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, dup: jax.Array | None, out_dtype: str | None = None
 ) -> jax.Array:
-    """The gradient of x [M, K]: dz [M, N] times each group's transposed w, plus dup times w_up. out_dtype: None is x's.
+    """The gradient of the call's rows [M, K]: dz [M, N] times each group's transposed w, plus dup times w_up.
 
-    dz, dup: the cotangents of x @ w and, of a gated unit, of x @ w_up.
+    dz, dup: the cotangents of x @ w and, of a gated unit, of x @ w_up. out_dtype: None is x's dtype.
     """
     options = GroupedOptions(
         out_dtype=out_dtype or str(dz.dtype),
@@ -90,7 +98,7 @@ def further(call: PlannedCall, inputs: GroupedInputs, options: GroupedOptions) -
 
     call: gives only the implementation. A matmul that it does not support runs by Triton, or else by XLA.
     """
-    request = request_of(options, inputs.x.dtype, options.sizes(inputs), dispatch.target_device(inputs.x))
+    request = request_of(options, inputs, dispatch.target_device(inputs.x))
     names = dict.fromkeys([call.implementation, "triton", "xla"])
     name = next(name for name in names if IMPLEMENTATIONS[name].supports(request) is None)
     return forward_of(OP.call(request, options, name))(inputs)
@@ -103,7 +111,7 @@ def weight_gradient(call: PlannedCall, inputs: GroupedInputs, dz: jax.Array, out
         transpose_w=call.options.transpose_w,
         precision=call.options.precision,
     )
-    given = WeightGradientInputs(x=inputs.x, dz=dz, group_sizes=inputs.group_sizes)
+    given = WeightGradientInputs(x=inputs.x, dz=dz, group_sizes=inputs.group_sizes, gather=inputs.gather)
     return _weight_gradient_of(dataclasses.replace(call, options=options))(given)
 
 
@@ -130,8 +138,7 @@ def _run(call: PlannedCall, direction: str, inputs: Any) -> Any:
 def _run_shard(call: PlannedCall, inputs: GroupedInputs) -> GroupedResult:
     """The GroupedResult of a device's shard, by XLA if the call's implementation does not support the shard's sizes."""
     if is_partitioned():
-        sizes = call.options.sizes(inputs)
-        request = request_of(call.options, inputs.x.dtype, sizes, dispatch.target_device(inputs.x))
+        request = request_of(call.options, inputs, dispatch.target_device(inputs.x))
         if IMPLEMENTATIONS[call.implementation].supports(request) is not None:
             call = dataclasses.replace(call, implementation="xla", config=None)
     return _run(call, "forward", inputs)

@@ -22,12 +22,13 @@ __all__ = ["grouped_gated_matmul", "grouped_matmul"]
 @under_defaults
 @jax.named_scope("grouped_matmul")
 def grouped_matmul(
-    x: Float[Array, "M K"],
+    x: Float[Array, "M K"] | Float[Array, "T K"],
     w: Float[Array, "G K N"] | Float[Array, "G N K"],
     group_sizes: Int[Array, " G"],
     *,
     bias: Float[Array, "G N"] | None = None,
     activation: str | Callable[[jax.Array], jax.Array] | None = None,
+    gather_indices: Int[Array, " M"] | None = None,
     transpose_w: bool = False,
     out_dtype: DTypeLike | None = None,
     precision: str | None = None,
@@ -57,6 +58,9 @@ def grouped_matmul(
       bias: [G, N], in x's dtype or float32.
       activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise jnp function of
         float32. It may not close over traced arrays.
+      gather_indices: [M], integers, with x [T, K]: row i of the call is x[gather_indices[i]], and 0 for an index
+        outside of x. The Triton kernels read these rows from x and make no copy of them. The gradient of a row of x is
+        summed in float32.
       transpose_w: whether w is [G, N, K].
       out_dtype: bfloat16, float16 or float32; None is x's dtype.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all inputs, "bf16" or "fp16":
@@ -81,6 +85,7 @@ def grouped_matmul(
         group_sizes=group_sizes,
         bias=bias,
         activation=activation,
+        gather_indices=gather_indices,
         transpose_w=transpose_w,
         out_dtype=out_dtype,
         precision=precision,
@@ -101,12 +106,13 @@ def grouped_matmul(
 @under_defaults
 @jax.named_scope("grouped_gated_matmul")
 def grouped_gated_matmul(
-    x: Float[Array, "M K"],
+    x: Float[Array, "M K"] | Float[Array, "T K"],
     w_gate: Float[Array, "G K N"] | Float[Array, "G N K"],
     w_up: Float[Array, "G K N"] | Float[Array, "G N K"],
     group_sizes: Int[Array, " G"],
     activation: str | Callable[[jax.Array], jax.Array] = "silu",
     *,
+    gather_indices: Int[Array, " M"] | None = None,
     transpose_w: bool = False,
     out_dtype: DTypeLike | None = None,
     precision: str | None = None,
@@ -128,6 +134,7 @@ def grouped_gated_matmul(
       w_gate, w_up: [G, K, N] in x's dtype; [G, N, K] with transpose_w. Both have one shape.
       group_sizes: [G], integers, as in grouped_matmul.
       activation: a name, or an elementwise jnp function of float32, as grouped_matmul takes it.
+      gather_indices: [M], integers, with x [T, K], as in grouped_matmul.
       transpose_w: whether w_gate and w_up are [G, N, K].
       out_dtype: bfloat16, float16 or float32; None is x's dtype.
       precision: None, "fp32", "tf32", "bf16" or "fp16", as in grouped_matmul.
@@ -152,6 +159,7 @@ def grouped_gated_matmul(
         w_up=w_up,
         group_sizes=group_sizes,
         activation=activation,
+        gather_indices=gather_indices,
         transpose_w=transpose_w,
         out_dtype=out_dtype,
         precision=precision,

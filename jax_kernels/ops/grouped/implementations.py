@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jax_kernels.dispatch import Implementation, Request, without_blocks
-from jax_kernels.inputs.grouped_matmul import GroupedOptions
+from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.ops import unsupported
 from jax_kernels.ops.activations import not_for_mosaic, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
@@ -29,24 +29,27 @@ __all__ = ["GATED", "IMPLEMENTATIONS", "OP", "GroupedRequest", "request_of"]
 class GroupedRequest(Request):
     """A grouped matmul, or grouped gated unit, without its arrays: x [m, k], w and w_up [groups, k, n].
 
+    source_rows: the rows of x, which are m rows, or from which m rows are gathered. gathers: whether they are gathered.
     dtype: x's. activation: a function, or None. precision: of float32 matmuls.
     """
 
-    SIZES: ClassVar[tuple[str, ...]] = ("groups", "m", "n", "k")
+    SIZES: ClassVar[tuple[str, ...]] = ("groups", "m", "n", "k", "source_rows")
 
     groups: int
     m: int
     n: int
     k: int
+    source_rows: int
     dtype: str
     out_dtype: str
     activation: Any
     precision: str | None
+    gathers: bool = False
 
 
-def request_of(options: GroupedOptions, dtype: Any, sizes: tuple[int, int, int, int], device: Any) -> GroupedRequest:
-    """The GroupedRequest for these options. dtype: x's. sizes: (G, M, N, K). device: the DeviceInfo of the GPU."""
-    groups, m, n, k = sizes
+def request_of(options: GroupedOptions, inputs: GroupedInputs, device: Any) -> GroupedRequest:
+    """The GroupedRequest of a call. device: the DeviceInfo of the GPU."""
+    groups, m, n, k = options.sizes(inputs)
     return GroupedRequest(
         op="grouped_matmul",
         device=device,
@@ -54,10 +57,12 @@ def request_of(options: GroupedOptions, dtype: Any, sizes: tuple[int, int, int, 
         m=m,
         n=n,
         k=k,
-        dtype=str(dtype),
+        source_rows=inputs.x.shape[0],
+        dtype=str(inputs.x.dtype),
         out_dtype=options.out_dtype,
         activation=options.activation,
         precision=options.precision,
+        gathers=inputs.gather is not None,
     )
 
 
@@ -67,6 +72,8 @@ def _supports_mosaic(request: GroupedRequest) -> str | None:
         return reason
     if "float32" in (request.dtype, request.out_dtype):
         return "it takes and returns bfloat16 and float16, not float32"
+    if request.gathers:
+        return "it loads blocks of neighbouring rows, and gathers none"
     if request.n % 64 or request.k % 64:
         return "it needs K and N in multiples of 64"
     return not_for_mosaic(request.activation) or unsupported.no_mosaic(request)
@@ -78,7 +85,12 @@ def _supports_triton(request: GroupedRequest) -> str | None:
         return reason
     if request.precision == "fp32":
         return "its float32 matmuls use tf32, which needs precision='tf32'"
-    shapes = (request.m, request.k), (request.groups, request.k, request.n), (request.m, request.n)
+    shapes = (
+        (request.source_rows, request.k),
+        (request.m, request.k),
+        (request.groups, request.k, request.n),
+        (request.m, request.n),
+    )
     itemsize = jnp.dtype(request.dtype).itemsize
     if not all(reaches(math.prod(shape), itemsize) for shape in shapes):
         return unsupported.OUT_OF_REACH

@@ -36,9 +36,10 @@ def shared_matmul(
         is_product = inputs.bias is None and options.activation is None and not inputs.is_gated
         of_w = (None, COLUMNS, DEPTH) if options.transpose_w else (None, DEPTH, COLUMNS)
         of_x = None, DEPTH
-        axes: Any = GroupedInputs(x=of_x, w=of_w, group_sizes=(None,), bias=(None, COLUMNS), w_up=of_w, x_up=of_x)  # type: ignore[arg-type]
+        axes: dict[str, Any] = {"x": of_x, "w": of_w, "group_sizes": (None,), "bias": (None, COLUMNS)}
+        axes |= {"w_up": of_w, "x_up": of_x, "gather": (None,)}
         shares = Shares(
-            arguments=[of for of, y in zip(axes, inputs, strict=True) if y is not None],
+            arguments=[axes[name] for name, y in inputs._asdict().items() if y is not None],
             results=lambda result: [(None, COLUMNS)] * len(jax.tree.leaves(result)),
             lengths={COLUMNS.name: columns} | ({DEPTH.name: depth} if is_product else {}),
             warning=WARNING,
@@ -58,7 +59,7 @@ def shared_weight_gradient(
             return function(inputs)
         of_w = (None, COLUMNS, DEPTH) if options.transpose_w else (None, DEPTH, COLUMNS)
         shares = Shares(
-            arguments=[(None, DEPTH), (None, COLUMNS), (None,)],
+            arguments=[(None, DEPTH), (None, COLUMNS), (None,), *([] if inputs.gather is None else [(None,)])],
             results=lambda _: [of_w],
             lengths={COLUMNS.name: inputs.dz.shape[1], DEPTH.name: inputs.x.shape[1]},
         )

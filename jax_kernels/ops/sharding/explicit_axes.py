@@ -253,7 +253,9 @@ def as_grouped(arguments: dict[str, Any]) -> Any:
     """
     weights = ["w_gate", "w_up"] if "w_gate" in arguments else ["w"]
     op = "grouped_gated_matmul" if "w_gate" in arguments else "grouped_matmul"
-    for name, noun in (("x", "rows"), *((name, "groups") for name in (*weights, "group_sizes"))):
+    rows = ["x", "gather_indices"] if arguments.get("gather_indices") is not None else ["x"]
+    nouns = dict.fromkeys(rows, "rows") | dict.fromkeys([*weights, "group_sizes"], "groups")
+    for name, noun in nouns.items():
         axes = _spec(arguments[name])[:1]
         if any(axis is not None for axis in axes):
             raise ValueError(

@@ -20,7 +20,7 @@ from jax_kernels.inputs.group_tiles import found_tiles, group_offsets, tile_coun
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.kernel_types import Ref, needed
-from jax_kernels.pallas.matmul.triton.state import Span, Tile
+from jax_kernels.pallas.matmul.triton.state import Gathered, Span, Tile
 from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import SMALLEST, fit
@@ -38,6 +38,7 @@ class InputRefs(Protocol):
     bias: Ref | None
     w_up: Ref | None
     x_up: Ref | None
+    gather: Ref | None
 
     @property
     def is_gated(self) -> bool: ...
@@ -165,11 +166,12 @@ def _sums(traits: Traits, inputs: InputRefs, tile: Tile, group: jax.Array, steps
     With an x_up, x_up @ w_up[group] is added to x @ w[group] instead.
     """
     transpose_w = traits.options.transpose_w
+    rows = tile.rows if inputs.gather is None else Gathered.of(inputs.gather, tile.rows, inputs.x.shape[0])
 
     def products(x_ref: Ref, weights: list[Ref], sums: list[jax.Array]) -> list[jax.Array]:
         def step(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
             depth = Span(start=i * traits.block_k, size=traits.block_k, length=traits.k)
-            x = Tile(tile.rows, depth).load(x_ref)
+            x = Tile(rows, depth).load(x_ref)
             of_w = Tile(tile.columns, depth) if transpose_w else Tile(depth, tile.columns)
             axes = 1, 1 if transpose_w else 0
             return [total + dot(x, of_w.load(w, group), axes) for total, w in zip(sums, weights, strict=True)]

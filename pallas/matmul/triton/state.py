@@ -13,7 +13,7 @@ from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, Slice
 from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.triton.backend import plgpu
-from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, row_mask
+from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, iota, row_mask
 
 
 class Sums(NamedTuple):
@@ -164,10 +164,30 @@ class Span(NamedTuple):
         return row_mask(self.start, self.size, self.length, self.block)
 
 
+class Gathered(NamedTuple):
+    """Rows of a matrix, by index. slice: their indices, int32 [size]. exists: whether the matrix has each of them."""
+
+    slice: jax.Array
+    exists: jax.Array
+
+    @classmethod
+    def of(cls, gather: Ref, rows: Span, length: int) -> "Gathered":
+        """The rows gather[rows] of a matrix of `length` rows. An index outside of the matrix is a row of 0."""
+        index = plgpu.load(
+            gather.at[rows.slice], mask=rows.exists, other=None if rows.exists is None else jnp.int32(-1)
+        )
+        exists = (index >= 0) & (index < length)
+        return cls(slice=jnp.where(exists, index, 0), exists=exists)
+
+    @property
+    def size(self) -> int:
+        return self.slice.shape[0]
+
+
 class Tile(NamedTuple):
     """A part of a matrix: the values in these rows and columns."""
 
-    rows: Span
+    rows: Any
     columns: Span
 
     @property
@@ -191,9 +211,11 @@ class Tile(NamedTuple):
 
         leading: indices of the array's axes before its rows.
         """
-        exists = self.exists
+        exists, place = self.exists, (self.rows.slice, self.columns.slice)
         other = None if exists is None else jnp.zeros((), ref.dtype)
-        return plgpu.load(ref.at[(*leading, self.rows.slice, self.columns.slice)], mask=exists, other=other)
+        if isinstance(self.rows, Gathered):  # Pallas takes no mixture of slices and indices
+            place = self.rows.slice[:, None], (self.columns.start + iota(self.columns.size))[None]
+        return plgpu.load(ref.at[(*leading, *place)], mask=exists, other=other)
 
     def load_columns(self, ref: Ref) -> jax.Array:
         """Loads this part's columns of an array with one value per column, as [1, columns] float32, 0 past its end."""

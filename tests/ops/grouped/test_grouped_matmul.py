@@ -301,6 +301,9 @@ WRONG = {
     "sizes_list": ({"group_sizes": [11, 0, 9]}, TypeError, "group_sizes: got list, want an array of integers"),
     "bias": ({"bias": BIAS[0]}, ValueError, "bias: got shape (5,), want [G, N] = (3, 5)"),
     "bias_dtype": ({"bias": BIAS.astype(jnp.float16)}, TypeError, "bias: got dtype float16, want x's dtype float32"),
+    "indices": ({"gather_indices": GROUP_SIZES[None]}, ValueError, "gather_indices: got shape (1, 3), want [M]"),
+    "indices_dtype": ({"gather_indices": X[:, 0]}, TypeError, "gather_indices: got dtype float32, want int32"),
+    "indices_list": ({"gather_indices": [0, 1]}, TypeError, "gather_indices: got list, want an array of integers"),
     "activation": ({"activation": "swish"}, ValueError, "activation: got 'swish', want a function or one"),
     "flag": ({"transpose_w": 1}, TypeError, "transpose_w: got int, want a bool"),
     "out_dtype": ({"out_dtype": "int8"}, TypeError, "out_dtype: got int8, want bfloat16, float16"),
@@ -375,6 +378,41 @@ def test_gated_nan_stays_in_its_group():
     dx, dw = vjp(jnp.where(jnp.isnan(out), 1, out).at[20:].set(jnp.nan))
     assert np.isfinite(np.delete(dx, 3, axis=0)).all()
     assert np.isfinite(dw[1:]).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
+def test_dtypes_of_gather_indices(dtype):
+    """An index outside of x, also beyond int32, is a row of 0."""
+    index = np.arange(26)[::-1].astype(dtype)
+    index[1] = 100
+    want = np.array(grouped_matmul(X[::-1].at[1].set(0), W, GROUP_SIZES))
+    np.testing.assert_array_equal(grouped_matmul(X, W, GROUP_SIZES, gather_indices=index), want)
+    if dtype in ("int64", "uint64"):
+        index[1] = 2**32 + 3
+        np.testing.assert_array_equal(grouped_matmul(X, W, GROUP_SIZES, gather_indices=index), want)
+        with jax.enable_x64(True):
+            got = grouped_matmul(X, W, GROUP_SIZES, gather_indices=jnp.asarray(index))
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(0, 5), (5, 0), (0, 0)])
+def test_no_gathered_rows(tokens, rows):
+    call = lambda x, w: grouped_matmul(x, w, GROUP_SIZES, gather_indices=jnp.zeros(rows, jnp.int32))
+    out, vjp = jax.vjp(call, jnp.ones((tokens, 8)), W)
+    assert out.shape == (rows, 5)
+    assert [y.shape for y in vjp(out)] == [(tokens, 8), W.shape]
+    assert not any(y.any() for y in (out, *vjp(jnp.ones_like(out)))) or tokens
+
+
+@pytest.mark.triton
+def test_plans_of_gathered_rows():
+    x, index = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.int32)
+    w, sizes = jax.ShapeDtypeStruct((8, 512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+    with on_device("H200"):
+        plan = explain(grouped_matmul, x, w, sizes, gather_indices=index)
+        assert plan.implementation == "triton"
+        with pytest.raises(NotImplementedError, match="it loads blocks of neighbouring rows, and gathers none"):
+            explain(grouped_matmul, x, w, sizes, gather_indices=index, implementation="mosaic_gpu")
 
 
 def test_tf32_of_16_bits():

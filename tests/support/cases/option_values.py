@@ -19,6 +19,7 @@ BIAS, SINKS = random(1, H, T, T), random(H)
 MASKS = IDS[:, None, None] < 2, IDS[:, None, :, None] >= IDS[:, None, None]
 X, W, W_UP, W_DOWN, SQUARE = random(5, 8), random(8, 6), random(8, 6, seed=1), random(6, 8), random(8, 8)
 OF_TOKENS = torch.tensor([3, -1, 0, 5, 2], dtype=torch.int32)
+GATHERED = torch.tensor([4, 0, 0, 7, 2], dtype=torch.int32)  # one of them outside of X
 OF_GROUPS = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
 FP8 = random(16, 16).detach().to(torch.float8_e4m3fn), random(16, 16, seed=1).detach().to(torch.float8_e4m3fn)
 GATED_FP8 = {"x": FP8[0], "w_gate": FP8[1], "w_up": FP8[0].T.contiguous(), "w_gate_scale": 1.5, "w_up_scale": 2.5}
@@ -181,6 +182,7 @@ CASES = {
         {"x": X, "w_gate": torch.stack([W, W_UP]), "w_up": torch.stack([W_UP, W]), "group_sizes": OF_GROUPS[0]},
         {
             "group_sizes": OF_GROUPS,
+            "gather_indices": (None, GATHERED, GATHERED.flip(0)),
             "activation": ("silu", "relu", F.mish),
             "transpose_w": ((False, True), {"w_gate": random(2, 8, 8), "w_up": random(2, 8, 8, seed=1)}),
             "out_dtype": EIGHT_BITS["out_dtype"],
@@ -191,6 +193,7 @@ CASES = {
         {"x": X, "w": torch.stack([W, W_UP]), "group_sizes": OF_GROUPS[0]},
         {
             "group_sizes": OF_GROUPS,
+            "gather_indices": (None, GATHERED, GATHERED.flip(0)),
             "bias": (None, random(2, 6), random(2, 6, seed=1)),
             "activation": (None, "relu", F.mish),
             "transpose_w": ((False, True), {"w": random(2, 8, 8)}),

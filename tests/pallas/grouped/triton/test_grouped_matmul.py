@@ -23,7 +23,12 @@ from tests.tools.compile_budget import GPUS
 BLOCKS = MatmulTriton(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=2, row_group=3)
 
 
-@pytest.mark.parametrize("name", tiers.cases(cases.TRITON, ["past", "primes", "one_short", "skewed", "tf32_epilogue"]))
+@pytest.mark.parametrize(
+    "name",
+    tiers.cases(
+        cases.TRITON, ["past", "primes", "one_short", "skewed", "tf32_epilogue", "gathered", "gathered_transposed"]
+    ),
+)
 def test_against_float64(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for result, (error, bound) in cases.errors_by(cases.TRITON[name], "triton").items():
@@ -67,6 +72,7 @@ COMPILED = {
     "float16": {"dtype": "float16", "activation": "gelu_tanh", "has_bias": True},
     "odd": {"m": 1001, "n": 1027, "k": 333, "activation": "relu"},
     "tf32": {"dtype": "float32", "precision": "tf32", "activation": "tanh", "has_bias": True},
+    "gathered": {"gathers": True},
     "gated": {"activation": "silu", "is_gated": True},
     "float32_out": {"out_dtype": "float32", "activation": "sigmoid"},
     "few_rows": {"m": 64, "activation": "silu", "has_bias": True},
@@ -98,20 +104,23 @@ def _compile(gpu: str, options: dict) -> list[str]:
     dtype, (m, n, k) = options.pop("dtype", "bfloat16"), (options.pop(name, 2048) for name in "mnk")
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     arrays = {"x": array(m, k), "w": array(8, n, k) if options.get("transpose_w") else array(8, k, n)}
-    op = grouped_matmul
+    op, gathers = grouped_matmul, options.pop("gathers", False)
     if options.pop("is_gated", False):
         op = grouped_gated_matmul
         arrays["w_gate"] = arrays["w_up"] = arrays.pop("w")
     if options.pop("has_bias", False):
         arrays["bias"] = array(8, n)
 
-    def both(arrays, sizes, dout):
+    def both(arrays, sizes, dout, index=None):
+        if index is not None:
+            options["gather_indices"] = index
         call = lambda given: op(**given, group_sizes=sizes, **options, implementation="triton")
         out, vjp = jax.vjp(call, arrays)
         return out, vjp(dout)
 
     dout = array(m, n, dtype=options.get("out_dtype", dtype))
-    return compile_case.lower_and_compile(gpu, both, arrays, array(8, dtype="int32"), dout)[1]
+    more = [array(m, dtype="int32")] * gathers
+    return compile_case.lower_and_compile(gpu, both, arrays, array(8, dtype="int32"), dout, *more)[1]
 
 
 if __name__ == "__main__":

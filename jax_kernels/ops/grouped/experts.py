@@ -1,0 +1,125 @@
+"""The gated MLPs of a mixture of experts: grouped matmuls with a backward that computes the hidden values again.
+
+The forward of a differentiated call keeps the results of the first matmuls, and drops the hidden values. In the
+backward one pass over both computes the hidden values and the cotangents of the first matmuls.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int32
+
+from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
+from jax_kernels.inputs.matmul import in_range
+from jax_kernels.ops.grouped import gradients
+from jax_kernels.ops.grouped.checks import check_gated
+from jax_kernels.ops.grouped.implementations import GATED
+from jax_kernels.ops.matmul.gradients import epilogue_gradients
+from jax_kernels.ops.matmul.mlp import RESIDUALS
+from jax_kernels.ops.planned_op import PlannedCall
+from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = ["gated_experts"]
+
+
+class ExpertsInputs(NamedTuple):
+    """The arrays of a call. first: of the gated unit, with x [M, K] and weights [G, K, H]. down: [G, H, N]."""
+
+    first: GroupedInputs
+    down: Float[Array, "G H N"]
+
+
+@under_defaults
+def gated_experts(
+    x: Float[Array, "M K"],
+    w_gate: Float[Array, "G K H"],
+    w_up: Float[Array, "G K H"],
+    w_down: Float[Array, "G H N"],
+    group_sizes: Int32[Array, " G"],
+    *,
+    activation: str | Callable[[jax.Array], jax.Array] = "silu",
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """The gated MLP of each group's rows, in x's dtype. Rows past the last group give 0.
+
+    Equivalent to the following JAX code::
+
+        hidden = grouped_gated_matmul(x, w_gate, w_up, group_sizes, activation)
+        out = grouped_matmul(hidden, w_down, group_sizes)
+
+    A policy of jax.checkpoint finds the results of the first matmuls by the names "mlp_gate" and "mlp_up". The
+    arguments are as in grouped_gated_matmul, and raise the same errors.
+    """
+    request, first, options = check_gated(
+        x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes, activation=activation, implementation=implementation
+    )
+    inputs = ExpertsInputs(first=first, down=w_down)
+    call = GATED.call(request, options, implementation)
+    return _planned(call, as_varying(inputs, varying_axes(inputs)))
+
+
+def _planned(call: PlannedCall, inputs: ExpertsInputs) -> jax.Array:
+    if call.implementation == "xla":
+        return _plain(call, inputs)
+    return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode("grouped_gated_matmul")))
+
+
+def _out(call, inputs):
+    return _down(call, inputs, gradients.forward_of(call)(inputs.first).out)
+
+
+def _down(call: PlannedCall, inputs: ExpertsInputs, hidden: jax.Array, *, transpose_w: bool = False) -> jax.Array:
+    """hidden @ w_down, or with transpose_w the cotangent of hidden from hidden = the cotangent of out."""
+    options = GroupedOptions(
+        out_dtype=str(inputs.first.x.dtype), transpose_w=transpose_w, precision=call.options.precision
+    )
+    given = GroupedInputs(x=hidden, w=inputs.down, group_sizes=inputs.first.group_sizes)
+    return gradients.further(call, given, options).out
+
+
+@under_defaults
+def _forward(call, inputs):
+    saving = dataclasses.replace(call, options=dataclasses.replace(call.options, saves_preactivation=True))
+    result = gradients.forward_of(saving)(inputs.first)
+    saved = result._replace(
+        out=None,  # type: ignore[arg-type]
+        preactivation=checkpoint_name(result.preactivation, RESIDUALS[0]),
+        up=checkpoint_name(result.up, RESIDUALS[1]),
+    )
+    return _down(call, inputs, result.out), (inputs, saved)
+
+
+@under_defaults
+def _backward(call, residuals, dout):
+    """(ExpertsInputs of the gradients,). dout: the cotangent of out, [M, N]."""
+    inputs, saved = residuals
+    first, dtype = inputs.first, inputs.first.x.dtype
+    dout = dout.astype(dtype)
+    dhidden = _down(call, inputs, dout, transpose_w=True).astype(jnp.float32)
+    dz, dup = (y.astype(dtype) for y in epilogue_gradients(call.options, saved, dhidden))
+    hidden = _hidden(call.options, saved).astype(dtype)
+    dfirst = GroupedInputs(
+        x=gradients.input_gradient(call, first, dz, dup),
+        w=gradients.weight_gradient(call, first, dz),
+        group_sizes=None,  # type: ignore[arg-type]
+        w_up=gradients.weight_gradient(call, first, dup),
+    )
+    of_down = GroupedInputs(x=hidden, w=inputs.down, group_sizes=first.group_sizes)
+    return (ExpertsInputs(first=dfirst, down=gradients.weight_gradient(call, of_down, dout)),)
+
+
+def _hidden(options: GroupedOptions, saved: Any) -> jax.Array:
+    """activation(z) * up, float32, from the saved results of the first matmuls."""
+    z, up = (in_range(y.astype(jnp.float32), y.dtype) for y in (saved.preactivation, saved.up))
+    return (z if options.activation is None else options.activation(z)) * up
+
+
+_by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
+_by_kernels.defvjp(_forward, _backward)
+_plain = in_both_modes(_out, _forward, _backward)
