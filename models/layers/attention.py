@@ -247,8 +247,7 @@ class MultiHeadAttention(nnx.Module):
             indices in the sequence. Masks and causality always use the indices.
           cache: from init_cache or from the previous call. Not changed. If its length is [B], the T tokens of each
             sequence follow that sequence's length. Up to 16 causal tokens use decode_attention, which has no gradient.
-            Calls with a masks.Mask use flash_attention, which skips dead blocks, and so do calls with an implementation
-            other than None or "xla".
+            Calls with an implementation other than None or "xla" use flash_attention.
 
         Returns:
           out [B, T, model_dim] in dtype; with a cache (out, the new cache).
@@ -300,14 +299,12 @@ class MultiHeadAttention(nnx.Module):
     def _decodes(self, query: jax.Array, mask: Any) -> bool:
         """Whether a call with a cache uses decode_attention, which computes the same as flash_attention and is faster.
 
-        That is for few causal queries, without a masks.Mask, if the module's implementation is None or "xla".
+        That is for few causal queries, if the module's implementation is None or "xla". Its kernels split the keys, and
+        skip blocks of keys that the mask leaves out.
         """
         is_free = self.implementation in (None, "xla")
         return (
-            self.is_causal
-            and is_free
-            and 0 < query.shape[1] <= MOST_QUERIES
-            and _is_free_or_array(mask, query.shape[0])
+            self.is_causal and is_free and 0 < query.shape[1] <= MOST_QUERIES and _is_for_decoding(mask, query.shape[0])
         )
 
     def _attend_over_devices(
@@ -438,10 +435,10 @@ def _check_positions(positions: jax.Array, batch: int, length: int) -> None:
         raise TypeError(f"positions: got dtype {positions.dtype}, want integers")
 
 
-def _is_free_or_array(mask: Any, batch: int) -> bool:
-    """Whether decode_attention serves the mask: None, or a bool array whose batch axis has length 1 or `batch`."""
+def _is_for_decoding(mask: Any, batch: int) -> bool:
+    """Whether decode_attention serves the mask: None, or a Mask or bool array whose batch has length 1 or `batch`."""
     if mask is None:
         return True
-    if isinstance(mask, masks.Mask) or getattr(mask, "dtype", None) != jnp.bool_:
-        return False
-    return len(mask.shape) < 4 or mask.shape[0] in (1, batch)
+    if isinstance(mask, masks.Mask):
+        return mask.batch in (1, batch)
+    return getattr(mask, "dtype", None) == jnp.bool_ and (len(mask.shape) < 4 or mask.shape[0] in (1, batch))

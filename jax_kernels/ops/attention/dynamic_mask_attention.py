@@ -76,8 +76,8 @@ def dynamic_mask_attention(
 
     An array [B, Hkv, T, S] is not repeated in memory: each key head becomes a batch entry of its own, for which query,
     key and value are copied. The Hopper and Triton kernels neither load nor visit blocks without a pair, nor their part
-    of the bias; but on Hopper a mask with one row for all queries skips no block. In the forward, full blocks are not
-    masked.
+    of the bias. On Hopper a mask with one row for all queries skips blocks only without a bias, with one row for all
+    heads, and from 4096 queries by 4096 keys on. In the forward, full blocks are not masked.
 
     Args:
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.

@@ -101,6 +101,12 @@ class AttentionRequest(Request):
         return 32 if self.bias_dtype == "float32" else 16
 
     @property
+    def skips_keys(self) -> bool:
+        """Whether the Hopper kernels skip dead blocks of keys of a mask array that is the same for all queries."""
+        has_bias = self.bias_shape is not None
+        return self.mask_shape is not None and block_lists.skips_keys(self.mask_shape, self.q_length, has_bias)
+
+    @property
     def dense_bits(self) -> int:
         """The bits of a mask or a bias for each pair of a query and a key: a number that selects block specs.
 
@@ -127,6 +133,8 @@ def _row(name: str, request: AttentionRequest):
     if name == "triton":  # all its masks are block lists
         has_lists = has_lists or request.has_mask
         dense_bits = 32 if request.bias_shape is not None or request.has_score_mod else 0
+    elif request.skips_keys:
+        has_lists, dense_bits = True, 0
     return block_specs.attention_row(
         request.device.compute_capability,
         name,

@@ -8,7 +8,6 @@ in eight matmuls: two accumulators in one program leave few registers.
 The gradient of a bias is a pass of its own (triton/bias_gradient.py).
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -129,11 +128,9 @@ def attention_backward(
         by_key += sums
     dbias = None
     if bias is not None and options.bias_gradient:
-        of_all = dataclasses.replace(call, options=options)
-        pairs = Pairs.of(whole, options, of_all)
-        limiting = limiting_arrays(whole, options)
+        pairs = None if lists is None else Pairs.of_lists(lists, call)
         of_rows = terms.dout, terms.lse, terms.delta, terms.lse_lo
-        dbias = gradient_of_tiles(whole, *limiting, *of_rows, pairs, of_all, config)
+        dbias = gradient_of_tiles(inputs, *limiting, *of_rows, pairs, call, config)
         dbias = dbias[..., : bias.shape[3]]
     dmod = None
     if inputs.score_mod is not None and options.score_mod_gradient:

@@ -27,8 +27,9 @@ from jax_kernels.pallas.attention.triton.arrays import (
     load_rows,
     load_tile,
     whole_array,
+    whole_lists,
 )
-from jax_kernels.pallas.attention.triton.block_lists import first_indices, kept_bits
+from jax_kernels.pallas.attention.triton.block_lists import ListedBlocks, Lists, Visit, first_indices, kept_bits
 from jax_kernels.pallas.attention.triton.common import Queries, Refs, TracedCall, block_loop, limiting_arrays, run
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
@@ -45,12 +46,13 @@ class Pairs(NamedTuple):
     entries: int32 [B or 1, H or 1, blocks of queries, blocks of keys]: DEAD, WHOLE, or the block's index in `words`.
     None if only `mask` says which pairs are kept. words: int32 [entries, ceil(block_kv / 32), block_q]: bit j % 32 of
     word j // 32 is key j of the block. mask: bool [B or 1, H or 1, T or 1, S or 1], instead of words, if the mask is an
-    array that a kernel can address.
+    array that a kernel can address. lists: block lists by query, instead of words, if they have no entries.
     """
 
     entries: jax.Array | None
     words: jax.Array | None = None
     mask: jax.Array | None = None
+    lists: Lists[jax.Array] | None = None
 
     @classmethod
     def of(
@@ -75,11 +77,29 @@ class Pairs(NamedTuple):
         entries = jnp.where(full, WHOLE, jnp.where(alive, entries, DEAD))
         return cls(entries, lax.bitcast_convert_type(words, jnp.int32))
 
+    @classmethod
+    def of_lists(cls, lists: Lists[jax.Array], call: TracedCall) -> "Pairs":
+        """The pairs that a call's block lists by query keep, without another evaluation of the mask."""
+        steps = jnp.arange(lists.indices.shape[3], dtype=jnp.int32)
+        full, count = lists.counts[..., :1], lists.counts[..., 1:]
+        partial = jnp.int32(0) if lists.entries is None else lists.entries
+        found = jnp.where(steps < full, WHOLE, partial)
+        shape = jnp.broadcast_shapes(lists.indices.shape[:3], lists.counts.shape[:3])
+        wide = lambda x: jnp.broadcast_to(x, (*shape, len(steps)))
+        # Steps past a list's end write to a column of their own, which is dropped.
+        at = wide(jnp.where(steps < count, lists.indices, call.kv_blocks))
+        entries = jnp.full((*shape, call.kv_blocks + 1), DEAD, jnp.int32)
+        entries = jnp.put_along_axis(entries, at, wide(found), axis=3, inplace=False)[..., :-1]
+        # A list of all blocks of queries, as a mask of keys has it.
+        entries = jnp.broadcast_to(entries, (*shape[:2], call.q_blocks, call.kv_blocks))
+        return cls(entries, lists.words) if lists.entries is not None else cls(entries, lists=lists)
+
     def ins(self, call: TracedCall) -> dict[str, Any]:
         """The operands of common.run by the names of Refs: (array, BlockSpec) pairs. Every program has the whole
         arrays.
         """
         found: dict[str, Any] = {"entries": whole_array(self.entries), "words": whole_array(self.words)}
+        found["lists"] = whole_lists(self.lists)
         if self.mask is not None:
             rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
             sides = (1 if n == 1 else of_all for n, of_all in zip(self.mask.shape[2:], rows, strict=True))
@@ -107,7 +127,11 @@ def is_kept(refs: Refs, call: TracedCall, tile: Tile) -> jax.Array:
         places = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
         return load_tile(refs.mask, *places, masks, *first_indices(refs.mask, tile.b, tile.h))
     entry = needed(refs.entries)[(*first_indices(needed(refs.entries), tile.b, tile.h), tile.q_index, tile.kv_index)]
-    is_kept = kept_bits(needed(refs.words), jnp.maximum(entry, 0), call.block_kv)
+    if refs.lists is None:
+        is_kept = kept_bits(needed(refs.words), jnp.maximum(entry, 0), call.block_kv)
+    else:
+        of_queries = ListedBlocks(refs.lists, tile.b, tile.h, tile.q_index, full=0, count=0)
+        is_kept = of_queries.keep(Visit(0, tile.kv_index))
     return (entry == WHOLE) | ((entry != DEAD) & is_kept)
 
 

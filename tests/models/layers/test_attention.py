@@ -116,17 +116,26 @@ def test_prepared_masks():
         assert str(program).count("= sort[") == sorts
 
 
-def test_decoding_with_a_mask():
+def test_decoding_with_a_mask(monkeypatch):
+    """decode_attention takes the module's Mask, joined with a call's array; the queries follow the cached tokens."""
+    calls = []
+    count = lambda *given, **options: calls.append(options["mask"]) or decode_attention(*given, **options)
+    monkeypatch.setattr(models_attention, "decode_attention", count)
+    array = (jnp.arange(16) % 5 != 3)[None]
     attention, x = module(mask=masks.sliding_window(2, 0) | masks.prefix(1)), inputs()
-    cache, outs = attention.init_cache(BATCH, 16), []
-    for start, end in ((0, 5), (5, 6), (6, LENGTH)):
-        out, cache = decode(attention, x[:, start:end], cache)
-        outs.append(out)
-    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
+    for mask, of_all in ((None, None), (array, array[:, :LENGTH])):
+        step = nnx.jit(lambda attention, x, cache, mask=mask: attention(x, mask=mask, cache=cache))
+        cache, outs = attention.init_cache(BATCH, 16), []
+        for start, end in ((0, 5), (5, 6), (6, LENGTH)):
+            out, cache = step(attention, x[:, start:end], cache)
+            outs.append(out)
+        np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x, of_all), atol=1e-6)
+    assert len(calls) == 2 * 2  # traces of chunks of 5 tokens and of 1
+    assert all(isinstance(mask, masks.Mask) for mask in calls)
 
 
 def test_decoding_with_a_mask_array(monkeypatch):
-    """decode_attention takes arrays of keys, or of queries and keys; flash_attention takes all other masks."""
+    """decode_attention takes arrays of keys, or of queries and keys, and Masks."""
     calls = []
     count = lambda *given, **options: calls.append(options) or decode_attention(*given, **options)
     monkeypatch.setattr(models_attention, "decode_attention", count)
@@ -146,7 +155,7 @@ def test_decoding_with_a_mask_array(monkeypatch):
     jax.eval_shape(lambda: attention(new, mask=masks.prefix(1), cache=cache))
     with pytest.raises(ValueError, match="mask"):
         jax.eval_shape(lambda: attention(new, mask=jnp.ones((2, 1, 1, 16), bool), cache=cache))
-    assert len(calls) == 4
+    assert len(calls) == 5
 
 
 def test_dtype_and_param_dtype():

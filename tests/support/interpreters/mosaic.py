@@ -35,7 +35,7 @@ from jax_kernels.testing import attention as testing
 from tests.support.oracles import attention as attention_oracle
 
 _PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
-_BUILT, _MOST_BITS = block_lists._built, block_lists.MOST_BITS
+_BUILT, _MOST_BITS, _KEYS_PAY = block_lists._built, block_lists.MOST_BITS, block_lists.KEYS_PAY
 _KEY_GRADIENTS = backward_kernel.key_gradients
 _ADDING = threading.Lock()
 _RACES: list = []  # of every kernel: the interpreter keeps only the last kernel's races
@@ -223,6 +223,7 @@ def run(case: dict) -> dict:
     without_lse = case.pop("without_lse", False)  # out a second time, by a kernel that writes no lse
     block_lists._built, is_prepared = _BUILT, case.pop("prepared", False)
     block_lists.MOST_BITS = -1 if case.pop("predicate", False) else _MOST_BITS
+    block_lists.KEYS_PAY = 0 if case.pop("skips_keys", False) else _KEYS_PAY
     case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
     case = testing.AttentionCase(name="interpreted", **case)
     # Not force_gpu_interpret_mode, which would also interpret the Triton kernel of a bias's gradient.

@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
+from jax_kernels.masks.arrays import KeyMask
 from jax_kernels.masks.block_arithmetic import Grid, most_partial
 from jax_kernels.masks.block_lists import BlockLists, block_lists, block_status, compress, packed_lists, sided
 from jax_kernels.masks.checks import offset as offset_of
@@ -40,6 +41,9 @@ UNKNOWN = 4  # assumed ratio of a list's static width to its real length, when u
 # Bits of partial blocks, 64 MiB: for more, a kernel evaluates the mask where it can.
 MOST_BITS = 1 << 29
 MOST_PAIRS = 1 << 32  # evaluated at once; more if the mask holds an array of at least half as many elements
+# The least pairs of queries and keys for which a mask of keys gets lists. Not measured: making lists takes 0.02 ms, and
+# a forward of 4096 x 4096 with two batch entries and 16 heads of 128 takes 0.45 ms: a twentieth of dead blocks pays.
+KEYS_PAY = 4096 * 4096
 COLUMNS = 8  # of the table: values that are read together lie in one sector
 
 
@@ -187,16 +191,45 @@ class ListedBlocks(NamedTuple):
 def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
     """Whether a call needs block lists: for a prepared mask, a Mask, or a mask array that differs between queries.
 
-    A mask array with one row for all queries is a bias per key instead, except with a bias per query, with a score_mod,
-    and if options.deterministic.
+    A mask array with one row for all queries has lists if skips_keys says so, with a bias per query, with a score_mod,
+    and if options.deterministic. Otherwise it is a bias per key.
     """
     if isinstance(inputs.mask, Mask) or inputs.lists is not None:
         return True
     if inputs.mask is None:
         return False
-    is_of_keys = inputs.mask.shape[2] == 1 < inputs.mask.shape[3]
+    if not is_of_keys(inputs.mask.shape) or skips_keys(
+        inputs.mask.shape, inputs.query.shape[1], inputs.bias is not None
+    ):
+        return True
     has_tiles = inputs.bias is not None and inputs.bias.shape[2] > 1
-    return not is_of_keys or has_tiles or options.deterministic or inputs.score_mod is not None
+    return has_tiles or options.deterministic or inputs.score_mod is not None
+
+
+def is_of_keys(mask_shape: tuple[int, ...]) -> bool:
+    """Whether a mask array with four axes has one row for all queries."""
+    return mask_shape[2] == 1 < mask_shape[3]
+
+
+def skips_keys(mask_shape: tuple[int, ...], q_length: int, has_bias: bool) -> bool:
+    """Whether the dead blocks of a mask array are skipped that is the same for all queries.
+
+    Otherwise the mask is a bias per key: with a bias, for short sequences, and if heads have different masks.
+    """
+    return is_of_keys(mask_shape) and mask_shape[1] == 1 and not has_bias and q_length * mask_shape[3] >= KEYS_PAY
+
+
+def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
+    """All limits of a call as one Mask. A mask array that `skips_keys` is a KeyMask, which needs no bits."""
+    mask, q_length, has_bias = inputs.mask, inputs.query.shape[1], inputs.bias is not None
+    if mask is not None and not isinstance(mask, Mask) and skips_keys(mask.shape, q_length, has_bias):
+        inputs = inputs._replace(mask=KeyMask(mask[:, :, 0]))
+    return whole_mask(inputs, options)
+
+
+def _has_key_mask(mask: Mask) -> bool:
+    """Whether a KeyMask is among the parts of a mask that are joined by &."""
+    return isinstance(mask, KeyMask) or any(isinstance(part, KeyMask) for part in mask.factors)
 
 
 def _call_of(
@@ -227,7 +260,7 @@ def lists_of(
             return lists
     static_offset, offset = offset_of(first_position(inputs, options))
     statics = {"static_offset": static_offset, "interpret": interpret}
-    return _built(whole_mask(inputs, options), offset, call=call, **statics)
+    return _built(_whole_mask(inputs, options), offset, call=call, **statics)
 
 
 def prepared_lists(
@@ -243,7 +276,7 @@ def prepared_lists(
     """
     call = _call_of(inputs, options, **blocks)
     _, offset = offset_of(call.q_offset)
-    mask, statics = whole_mask(inputs, options), {"static_offset": call.q_offset}
+    mask, statics = _whole_mask(inputs, options), {"static_offset": call.q_offset}
     alive, full = block_status(mask, offset, lengths=call.lengths, blocks=call.blocks, **statics)
     if isinstance(alive, jax.core.Tracer):
         return PreparedLists(_built(mask, offset, call=call, **statics, interpret=interpret), call)
@@ -279,7 +312,7 @@ def _built(
     evaluates = most is None and mask.is_evaluated and _pairs(mask, call) <= max(MOST_PAIRS, 2 * _largest_array(mask))
     if evaluates:
         lists, parts["words"] = _evaluated(mask, offset, call, group // sharing, interpret=interpret)
-    elif mask.is_arithmetic and _bits(mask, offset, call, static_offset, most) > MOST_BITS:
+    elif mask.is_arithmetic and (_has_key_mask(mask) or _bits(mask, offset, call, static_offset, most) > MOST_BITS):
         lists = block_lists(mask, offset, **sizes, static_offset=static_offset)
         parts["predicate"] = MaskPredicate.of(mask, offset, call.lengths, call.blocks)
     else:

@@ -223,6 +223,13 @@ CASES = {
     "predicate_prepared_64": SMALL
     | {"pattern": "global", "heads": 2, "kv_length": 280, "prepared": True, "predicate": True}
     | {"persistent": {"ctas": 2, "v_stages": 2}},
+    # Masks of keys, whose dead blocks are skipped in long sequences.
+    "keys_64": LARGE | {"mask": "bs", "batch": 2, "heads": 2, "kv_heads": 1, "skips_keys": True, "races": True},
+    "keys_128": SMALL
+    | WIDE
+    | {"mask": "s", "is_causal": True, "q_offset": 60, "kv_lengths": [150], "garbage": True, "kv_length": 170}
+    | {"skips_keys": True, "deterministic": True},
+    "keys_256_everything": EVERYTHING | VERY_WIDE | {"mask": "bs", "skips_keys": True},
     "everything_64": EVERYTHING,
     "everything_128": EVERYTHING | WIDE | {"races": True},
     "everything_bias_64": EVERYTHING | {"bias": "bhts", "bias_masks": True, "mask": "bs"},

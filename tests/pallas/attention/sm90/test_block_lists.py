@@ -126,6 +126,41 @@ def test_long_documents_store_no_bits():
         assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(lists)) < 32 << 20
 
 
+@pytest.mark.parametrize("by", ["query", "key"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_long_masks_of_keys_skip_blocks(is_causal, by):
+    """Lists hold the live blocks of each batch entry, without bits. A tile without live blocks visits one block."""
+    length, count, live = 4096, 32, (32, 8)
+    query, key = (jnp.zeros((2, length, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    keys = jnp.arange(length)[None, None, None] < jnp.array([length, 1000])[:, None, None, None]
+    options = dataclasses.replace(OPTIONS, is_causal=is_causal)
+    inputs = AttentionInputs(query, key, key, mask=keys)
+    lists = block_lists.lists_of(inputs, options, block_q=128, block_kv=128, by=by, head_group=1)
+    assert lists.predicate is not None
+    assert lists.words is lists.entries is None
+    found = {tuple(tile[:3]): tile[3] for tile in np.asarray(lists.tiles).tolist()}
+    for b in range(2):
+        for block in range(count):
+            if by == "query":
+                want = min(block + 1, live[b]) if is_causal else live[b]
+            else:
+                want = 2 * ((count - block if is_causal else count) if block < live[b] else 1)
+            assert found[b, 0, block] == want
+
+
+def test_other_masks_of_keys_are_biases():
+    """Short calls, calls with a bias, and masks that differ between heads make no lists."""
+    query = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((2, 1, 1, 4096), bool)
+    has = lambda **changed: block_lists.has_lists(
+        AttentionInputs(query, query, query, mask=keys)._replace(**changed), OPTIONS
+    )
+    assert has()
+    assert not has(query=jax.ShapeDtypeStruct((2, 2048, 4, 64), jnp.bfloat16))
+    assert not has(bias=jax.ShapeDtypeStruct((1, 1, 1, 4096), jnp.float32))
+    assert not has(mask=jax.ShapeDtypeStruct((2, 4, 1, 4096), bool))
+
+
 PREPARED = {name: CASES[name][:2] for name in ("of_heads_causal", "shared", "nothing")}
 PREPARED["limited"] = masks.prefix(100) | masks.dilated(7), dataclasses.replace(LIMITED, q_offset=30)
 
