@@ -54,6 +54,7 @@ class TiledCall:
 _FORWARD_SM90 = {
     64: ((3, 128, 3), (2, 128, 4), (2, 128, 3), (3, 128, 2), (2, 192, 2), (3, 64, 4)),
     128: ((2, 128, 2), (2, 64, 3), (2, 64, 4), (3, 64, 2)),
+    192: ((2, 128, 2), (2, 64, 4), (2, 64, 3), (2, 64, 2)),
     256: ((2, 64, 2),),  # with one stage it spills
 }
 _HEAD_GROUPS = (1, 4, 8, 16, 32)
@@ -175,11 +176,16 @@ def _width(head_dim: int) -> int:
     return next(width for width in _FORWARD_SM90 if head_dim <= width)
 
 
+def _columns(head_dim: int) -> int:
+    """The columns of a tile on Hopper."""
+    return next(columns for columns in (64, 80, 96, 112, 128, 160, 192, 256) if head_dim <= columns)
+
+
 def _forward_sm90(blocks: AttentionForwardSm90, call: TiledCall) -> list[Any]:
-    width = _width(call.width)
+    width = _columns(call.width)
     sizes = [
         dataclasses.replace(blocks, compute_warpgroups=warpgroups, block_kv=block_kv, stages=stages, share_q_out=share)
-        for (warpgroups, block_kv, stages), share in itertools.product(_FORWARD_SM90[width], (False, True))
+        for (warpgroups, block_kv, stages), share in itertools.product(_FORWARD_SM90[_width(call.width)], (False, True))
     ]
     groups = [dataclasses.replace(blocks, head_group=heads, dynamic=True) for heads in _HEAD_GROUPS]
     others = [dataclasses.replace(blocks, early_q=not blocks.early_q), dataclasses.replace(blocks, bounded=False)]
@@ -193,7 +199,7 @@ def _forward_sm90(blocks: AttentionForwardSm90, call: TiledCall) -> list[Any]:
 
 
 def _backward_sm90(blocks: AttentionBackwardSm90, call: TiledCall) -> list[Any]:
-    width = _width(call.width)
+    width = _columns(call.width)
     stages = [dataclasses.replace(blocks, q_stages=q, do_stages=do) for q, do in _BACKWARD_SM90]
     heads = [dataclasses.replace(blocks, head_group=heads) for heads in _HEAD_GROUPS]
     staggers = [] if call.is_causal else [dataclasses.replace(blocks, q_loop_stagger=x) for x in _STAGGERS]
@@ -277,7 +283,10 @@ def forward_sm90_bytes(config: AttentionForwardSm90, head_dim: int) -> int:
 
 def backward_sm90_bytes(config: AttentionBackwardSm90, head_dim: int) -> int:
     """Bytes of shared memory for the tiles: keys, values, stages of queries and dout, dS, and dq in float32."""
-    block_kv = 64 if head_dim > 128 else 128
+    block_kv = 64 if head_dim > 160 else 128
+    chunk = head_dim // 2 if head_dim in (96, 160, 192) else 64
+    if config.block_q == 128 and head_dim > 64:
+        chunk = head_dim
     stages = (config.q_stages + config.do_stages) * config.block_q * head_dim * 2
     values = (config.v_stages - 1) * block_kv * head_dim * 2
-    return 2 * block_kv * head_dim * 2 + values + stages + block_kv * config.block_q * 2 + 2 * 64 * 64 * 4
+    return 2 * block_kv * head_dim * 2 + values + stages + block_kv * config.block_q * 2 + 2 * 64 * chunk * 4

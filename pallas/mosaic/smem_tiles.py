@@ -29,8 +29,8 @@ class SmemTiles:
     whole: with any_rows, whether all columns are one chunk, because a wgmma takes them all. If so, each copy takes
       8 rows of 64 columns, which is too slow for the forward.
     swizzled: whether wgmma reads the tiles; otherwise their rows are plain.
-    atom: the tiles have the layout of tiles with this number of columns (layouts.swizzle); None is `columns`. any_rows
-      needs atoms of 64 columns.
+    atom: the tiles have the layout of tiles with this number of columns (layouts.swizzle); None is `columns`. With
+      any_rows atoms have 64 columns.
     chunked: whether a chunk has 64 columns without any_rows, too.
 
     The interpreter copies any number of rows without these limits.

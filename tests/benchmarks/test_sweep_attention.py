@@ -8,7 +8,7 @@ import sweep_attention as sweep
 from harness import cases
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 160, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_grids_are_unique_and_fit(implementation, causal, head_dim):
@@ -23,6 +23,20 @@ def test_grids_are_unique_and_fit(implementation, causal, head_dim):
     if implementation == "mosaic_gpu":
         used = [sweep.forward_sm90_bytes(c, head_dim) for c in sweep.grid(implementation, "fwd", head_dim, causal)]
         assert max(used) <= 227 * 1024
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_grids_of_narrower_values(causal):
+    grids = {direction: sweep.grid("mosaic_gpu", direction, 192, causal, 128) for direction in ("fwd", "bwd")}
+    for direction, grid in grids.items():
+        assert grid != sweep.grid("mosaic_gpu", direction, 192, causal)
+        assert len(set(grid)) == len(grid) >= 4
+
+
+def test_sweep_of_narrower_values():
+    args = sweep.arguments(["--output", "x.json", "--shape", "2,8192,16,192/128", "--control", "fa4"])
+    assert (args.case.head_dim, args.case.value_head_dim, args.control) == (192, 128, "fa4")
+    assert args.configs == sweep.grid("mosaic_gpu", "fwd", 192, False, 128)
 
 
 def test_sweep_arguments(capsys):

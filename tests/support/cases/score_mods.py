@@ -134,6 +134,10 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": SMALL | {"mod": "packed", "q_length": 170, "kv_length": 170, "heads": 2, "head_dim": 128},
     "many": SMALL | {"mod": "many", "heads": 2, "segments": True, "q_length": 100},
     "lists": ODD | {"mod": "alibi", "pattern": True, "q_length": 300, "kv_length": 300, "q_offset": 0},
+    # P is rounded before dP.
+    "tanh_160": PAIR | {"mod": "tanh", "head_dim": 160},
+    "alibi_160": ODD | {"mod": "alibi", "head_dim": 160},
+    "lowest_160": PAIR | {"mod": "lowest", "head_dim": 160},
     "relative_64": ODD | {"mod": "relative"},
     "relative_128": ODD | {"mod": "relative", "head_dim": 128, "q_offset": 0, "q_length": 230},
     "relative_lists": ODD | {"mod": "relative", "pattern": True, "q_length": 300, "kv_length": 300, "q_offset": 0},

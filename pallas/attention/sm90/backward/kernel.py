@@ -5,9 +5,9 @@ dvalue stay in registers, in float32, from the first query to the last. The scor
 dS^T are then operands in registers. dS goes through shared memory once, transposed for dquery. The tensor memory
 accelerator adds dquery to a float32 array in device memory, in the order of arrival.
 
-There are two compute warpgroups. Up to head_dim 128 each warpgroup owns 64 of 128 keys. Above 128, the float32 sums of
-64 keys fill the registers of two warpgroups: each warpgroup owns half of the columns of the same 64 keys. Both
-warpgroups compute the scores, which takes seven matmuls instead of five.
+There are two compute warpgroups (widths.py). Up to 320 columns of key and value together each warpgroup owns 64 of 128
+keys. Above 320, the float32 sums of 64 keys fill the registers of two warpgroups: each warpgroup owns half of the
+columns of the same 64 keys. Both warpgroups compute the scores, which takes seven matmuls instead of five.
 
 A tile of block_q x block_kv takes 10 * block_q * block_kv * head_dim FLOPs (14 if columns are split), and
 block_q * head_dim float32 additions to device memory, which the L2 cache absorbs.

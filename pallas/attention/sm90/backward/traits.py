@@ -192,7 +192,7 @@ class Traits:
 
     @property
     def late_dp(self) -> bool:
-        """Whether a step issues dP only when P is in 16 bits, because the sums leave too few registers for S and dP."""
+        """Whether a step issues dP only when P is in 16 bits, because the sums leave no registers for S and dP."""
         return not (self.splits_columns or self.scores_ahead)
 
     @property
