@@ -53,11 +53,20 @@ assert PAGES - len(pages.free) == 2 + 2 + 6
 assert len(set(pages.free)) == len(pages.free)
 assert np.isnan(keys).any() and np.isfinite(out[np.array([0, 2, 3])]).all() and not out[1].any()
 """,
+    "huggingface_trainer": """
+assert model.config._attn_implementation == "jax_kernels"
+assert losses[-1] < 0.5 * losses[0]
+""",
+    "lightning": """
+assert model.losses[-1] < 0.5 * model.losses[0]
+""",
 }
 NEEDS = {
     "mixture_of_experts": ("torch", "transformers", "flax"),
     "port_a_pytorch_model": ("torch",),
     "weights_to_flax": ("torch", "transformers", "flax"),
+    "huggingface_trainer": ("torch", "transformers", "accelerate"),
+    "lightning": ("torch", "lightning"),
 }
 DEVICES = {"long_context": 4}
 
@@ -72,7 +81,7 @@ def test_tutorial(name, tmp_path):
     for module in NEEDS.get(name, ("flax",)):
         pytest.importorskip(module)
     parts = re.findall(r"^```python\n(.*?)^```", (TUTORIALS / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(parts) >= 4
+    assert len(parts) >= 2
     script = tmp_path / "tutorial.py"
     script.write_text("\n".join([*parts, CHECKS[name]]))
     cpu_devices.lines_of(str(script), devices=DEVICES.get(name, 1))
