@@ -48,6 +48,7 @@ from jax_kernels.pallas.block_specs.specs import (
     AttentionForwardTriton,
 )
 from jax_kernels.reference import attention as reference
+from jax_kernels.reference import chunked_attention
 
 
 class Kernel(NamedTuple):
@@ -220,7 +221,9 @@ class Sweep:
         saved: list = []
         if args.direction == "bwd":  # from the reference: every config gets the same, correct residuals
             options = AttentionOptions(1 / math.sqrt(case.head_dim), is_causal=case.causal, precision="fp32")
-            forward = jax.jit(functools.partial(reference.forward, options=options, out_dtype=DTYPES[case.dtype]))
+            forward = jax.jit(
+                functools.partial(chunked_attention.forward, options=options, out_dtype=DTYPES[case.dtype])
+            )
             saved = [forward(AttentionInputs(*s.qkv)) for s in sets]
         say(f"{case.label}: {len(args.configs)} configs of {args.implementation}, control {control.name}")
         tried = {row["config"] for row in self.rows}
