@@ -169,7 +169,7 @@ def _window_of(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any,
     length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
     batch = inputs.query.shape[0]
     everything = (kv_length, None, 1 << 30)
-    if options.window is None or not all(isinstance(size, int) for size in (batch, length, kv_length)):
+    if options.window is None or not all(isinstance(size, int) and size for size in (batch, length, kv_length)):
         return everything
     left, right = options.window
     if options.is_causal:
