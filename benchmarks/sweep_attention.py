@@ -58,6 +58,7 @@ from jax_kernels.pallas.block_specs.specs import (
     AttentionForwardTriton,
 )
 from jax_kernels.reference import attention as reference
+from jax_kernels.reference import chunked_attention
 
 
 class Kernel(NamedTuple):
@@ -297,7 +298,9 @@ class Sweep:
         if args.direction == "bwd":  # from the reference: every config gets the same, correct residuals
             options = dataclasses.replace(options_of(args), precision="fp32")
             mask = MASKS[args.mask](case.seq).mask if args.mask else None
-            forward = jax.jit(functools.partial(reference.forward, options=options, out_dtype=DTYPES[case.dtype]))
+            forward = jax.jit(
+                functools.partial(chunked_attention.forward, options=options, out_dtype=DTYPES[case.dtype])
+            )
             saved = [forward(AttentionInputs(*s.qkv, mask=mask)) for s in sets]
         say(f"{case.label}: {len(args.configs)} configs of {args.implementation}, control {control.name}")
         tried = {row["config"] for row in self.rows}

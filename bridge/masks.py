@@ -53,6 +53,7 @@ from jax_kernels.masks import Mask as Mask
 from jax_kernels.masks import PackedBlocks as PackedBlocks
 from jax_kernels.masks import PreparedMask as PreparedMask
 from jax_kernels.masks import causal as causal
+from jax_kernels.masks.arrays.cu_seqlens import check_cu_seqlens as _check_cu_seqlens
 
 # Options that determine the structure of a mask. The other options may be data.
 _NUMBERS = frozenset(
@@ -174,6 +175,25 @@ def _jitted(
     leaves = [next(data) if is_one else x for x, is_one in zip(constants, is_data, strict=True)]
     args, kwargs = jax.tree.unflatten(structure, leaves)
     return builder(*args, **kwargs)
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
+    """Returns the segment ids of documents that lie one after the other: int32 [1, length], for segment_ids.
+
+    cu_seqlens: integers [documents + 1] as in flash-attn: 0, then the end of each document, in ascending order. The
+    ids are on its device. length: the number of tokens, T or S; tokens past the last document have the id -1. Raises
+    as jax_kernels.masks.segment_ids_from_cu_seqlens; the values are checked only on a CPU, outside of graphs.
+    """
+    length = _plain_of("length", length)
+    _check_tensors(cu_seqlens=cu_seqlens)
+    if cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool:
+        raise TypeError(f"cu_seqlens: got dtype {cu_seqlens.dtype}, want integers [documents + 1]")
+    if not torch.compiler.is_compiling():
+        _check_cu_seqlens(tuple(cu_seqlens.shape), cu_seqlens.numpy() if cu_seqlens.is_cpu else None, length)
+    tokens = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device)
+    ends = cu_seqlens.to(torch.int32)
+    ids = torch.searchsorted(ends[1:].contiguous(), tokens, right=True, out_int32=True)
+    return torch.where(tokens < ends[-1], ids, -1)[None]
 
 
 block_sparse = _of_tensors(_masks.block_sparse)

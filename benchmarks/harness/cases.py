@@ -14,6 +14,7 @@ from harness.side_by_side import gpu_among_others
 from jax_kernels.flops import attention_flops
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
+from jax_kernels.reference import chunked_attention
 
 MODES = ("fwd", "bwd", "fwdbwd")
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -230,8 +231,8 @@ def _relative_error(outputs, wanted):
 def _float32_attention(q, k, v, do, causal):
     inputs = AttentionInputs(q, k, v)
     options = AttentionOptions(1 / math.sqrt(q.shape[-1]), is_causal=causal, precision="fp32")
-    out, lse = reference.forward(inputs, options, out_dtype=jnp.float32)
-    return (out, *reference.backward(inputs, options, *reference.row_terms(out, lse, do, None), do)[:3])
+    out, lse = chunked_attention.forward(inputs, options, out_dtype=jnp.float32)
+    return (out, *chunked_attention.backward(inputs, options, *reference.row_terms(out, lse, do, None), do)[:3])
 
 
 def softcap_mod(score, b, h, q_idx, kv_idx):

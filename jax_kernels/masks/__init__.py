@@ -11,6 +11,7 @@ from jax_kernels.lazy_names import dir_of as _dir_of
 from jax_kernels.masks.arrays import block_sparse as block_sparse
 from jax_kernels.masks.arrays import dense as dense
 from jax_kernels.masks.arrays import from_function as from_function
+from jax_kernels.masks.arrays import segment_ids_from_cu_seqlens as segment_ids_from_cu_seqlens
 from jax_kernels.masks.arrays import segments as segments
 from jax_kernels.masks.block_lists import BlockLists as BlockLists
 from jax_kernels.masks.block_lists import PackedBlocks as PackedBlocks

@@ -117,6 +117,16 @@ def check_number(name: str, x: Any) -> None:
         raise ValueError(f"{name}: got {x}, want a finite number")
 
 
+def check_scale(name: str, x: Any) -> None:
+    """Raises TypeError or ValueError unless x is None, a finite number, or a traced float without axes."""
+    if not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+        check_number(name, x)
+    elif x.shape != ():
+        raise ValueError(f"{name}: got shape {x.shape}, want a number, or a traced float without axes")
+    elif not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}: got a traced {x.dtype}, want a number, or a traced float without axes")
+
+
 def check_softcap(softcap: Any) -> None:
     check_number("softcap", softcap)
     if softcap is not None and not softcap > 0:
@@ -137,11 +147,16 @@ def check_flags(**flags: Any) -> None:
             raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
 
 
-def with_positive_scale(query: jax.Array, scale: float | None) -> tuple[jax.Array, float]:
+def with_positive_scale(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
     """(query, scale) with scale > 0 and the same scores query @ key * scale: a scale of 0 or less moves into query.
 
     Kernels take the maximum of the scores before they scale, and so need a positive scale. scale: None is 1 / sqrt(D).
+    A traced scale moves into query too, as its ratio to 1 / sqrt(D): query is rounded to its dtype once more, unless
+    the ratio is a power of two. The scale's gradient is summed in float32.
     """
+    if isinstance(scale, jax.core.Tracer):
+        default = 1 / math.sqrt(query.shape[-1])
+        return (query.astype(jnp.float32) * (scale.astype(jnp.float32) / default)).astype(query.dtype), default
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale > 0:
         return query, scale

@@ -3,10 +3,12 @@
 import jax.numpy as jnp
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
-from jax_kernels.reference import attention
+from jax_kernels.reference import chunked_attention
 
 
-def attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left):
+def attention_decode(
+    query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left, chunk_bytes
+):
     """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32) of the last T tokens of each sequence.
 
     query: [B, T, H, D]. key: [B, S, Hkv, D], value: [B, S, Hkv, Dv]; or, with block_tables, int32 [B, pages of a
@@ -14,7 +16,7 @@ def attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, b
     ones. sinks: [B, H] float32, or None. mask, bias: bool and float [n, H or 1, T or 1, S], or None; each of the n
     entries serves B / n consecutive sequences. The scores are query @ key^T * scale, then softcap * tanh(scores /
     softcap) unless softcap is None, then + bias; scale may be any number. left: the keys before the query that it may
-    attend to; -1 for all.
+    attend to; -1 for all. chunk_bytes: as in chunked_attention.forward.
     """
     batch = query.shape[0]
     if block_tables is not None:
@@ -39,5 +41,5 @@ def attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, b
         q_offset=first,
     )
     options = AttentionOptions(scale, is_causal=True, window=(left, 0) if left >= 0 else None, softcap=softcap)
-    out, lse, *_ = attention.forward(inputs, options, out_dtype=query.dtype)
+    out, lse, *_ = chunked_attention.forward(inputs, options, out_dtype=query.dtype, chunk_bytes=chunk_bytes)
     return out, lse

@@ -1,7 +1,7 @@
 """The gradients of the arrays that a score_mod closes over, computed from the live blocks of a call.
 
-The mathematics is the same as in reference.attention.backward. It runs over chunks of live blocks, which may be far
-apart; dead blocks are not visited.
+The mathematics is the same as in reference.chunked_attention.backward. It runs over chunks of live blocks, which may be
+far apart; dead blocks are not visited.
 
 Values that a score_mod looks up by the difference q - k are read as kernels read them (see score_mod_reads.Operands).
 """
@@ -20,6 +20,7 @@ from jax_kernels.masks.block_lists import block_status
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import whole_mask
 from jax_kernels.reference import attention as reference
+from jax_kernels.reference import attention_chunks
 from jax_kernels.reference.score_mod_reads import Arrays, Blocks, Operands, at, mapped
 from jax_kernels.score_mod.tile_reads import split
 from jax_kernels.score_mod.trace import ScoreMod
@@ -46,7 +47,7 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
     static_offset, offset = offset_of(first_position(inputs, options))
     alive, _ = block_status(mask, offset, lengths=lengths, blocks=blocks, static_offset=static_offset)
     together = [1 if told > 1 else of_all for told, of_all in zip(alive.shape, inputs.query.shape[::2], strict=False)]
-    chunk = max(1, min(alive.size, reference.CHUNK_BYTES // (4 * math.prod((*together, *blocks)))))
+    chunk = max(1, min(alive.size, attention_chunks.CHUNK_BYTES // (4 * math.prod((*together, *blocks)))))
     # Only the device knows the number of live blocks: there is room for all blocks, and the loop ends at the last live.
     room = -(-alive.size // chunk) * chunk
     places = jnp.flatnonzero(alive, size=room, fill_value=alive.size).astype(jnp.int32)
@@ -143,8 +144,8 @@ def _products(x: jax.Array, y: jax.Array, options: AttentionOptions) -> jax.Arra
 
     x, y: rows of queries and of keys, [chunk, batch, block, heads, D], as _rows returns them.
     """
-    # query_key_products takes blocks as batch entries.
-    query, key = (rows.reshape(-1, *rows.shape[2:]) for rows in (x, y))
-    given = AttentionInputs(query, key, value=None)  # type: ignore[arg-type]
-    products = reference.query_key_products(given, options)
-    return products.reshape(*x.shape[:2], *products.shape[1:])
+    query = x.reshape(*x.shape[:-2], y.shape[-2], -1, x.shape[-1])
+    precision = reference.matmul_precision(options)
+    by = {"precision": precision, "preferred_element_type": jnp.float32}
+    products = jnp.einsum("cbqkgd,cbskd->cbkgqs", query, y, **by)
+    return products.reshape(*products.shape[:2], -1, *products.shape[4:])

@@ -1,5 +1,6 @@
 """A function of the scores, traced to a program of jax primitives and the arrays that it closes over."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,25 +50,29 @@ class ScoreMod:
     arrays: tuple[Any, ...]
     program: Any = static()
 
-    def __call__(self, scores: Any, q_idx: Any) -> jax.Array:
+    def __call__(self, scores: Any, q_idx: Any, *, b: Any = None, h: Any = None, kv_idx: Any = None) -> jax.Array:
         """The new scores, in the shape and dtype of `scores`, [B, H, T, S].
 
-        q_idx: int32 [T], the index of each query. The other indices of a score are its indices in the array.
+        q_idx, b, h, kv_idx: int32 with one axis, the index of each query, batch entry, head and key. For None, it is
+        the index in the array.
         """
         function = lambda score, *indices: evaluated(self.program, (*self.arrays, score, *indices))
-        axes = [jnp.arange(n, dtype=jnp.int32) for n in scores.shape]
-        axes[2] = q_idx
+        given = (b, h, q_idx, kv_idx)
+        axes = [jnp.arange(n, dtype=jnp.int32) if x is None else x for x, n in zip(given, scores.shape, strict=True)]
         for axis in (3, 2, 1, 0):
             function = jax.vmap(function, (0, *(0 if axis == other else None for other in range(4))))
         return function(scores.astype(jnp.float32), *axes).astype(scores.dtype)
 
-    def gradients(self, scores: Any, q_idx: Any, dout: Any, *, of_arrays: bool) -> tuple[Any, tuple[Any, ...]]:
+    def gradients(
+        self, scores: Any, q_idx: Any, dout: Any, *, of_arrays: bool, **indices: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
         """(gradient of the scores, tuple of the gradient of each array), from `dout`, the cotangent of the new scores.
 
-        scores, q_idx: as in a call of the ScoreMod. The gradient of an integer array is None; of_arrays=False makes all
-        of the tuple None.
+        scores, q_idx, indices: as in a call of the ScoreMod. The gradient of an integer array is None; of_arrays=False
+        makes all of the tuple None.
         """
-        function = lambda scores, given: ScoreMod(with_moving(self.arrays, given), self.program)(scores, q_idx)
+        changed = lambda given: ScoreMod(with_moving(self.arrays, given), self.program)
+        function = lambda scores, given: changed(given)(scores, q_idx, **indices)
         return jax.vjp(function, scores, moving(self.arrays, of_arrays))[1](dout)
 
     def zeros(self, *, of_arrays: bool) -> tuple[Any, ...]:
@@ -118,6 +123,8 @@ def evaluated(program: Any, arguments: tuple[Any, ...]) -> Any:
 def trace(function: Any) -> ScoreMod:
     """The ScoreMod of a function score_mod(score, b, h, q_idx, kv_idx) of scalars.
 
+    A function object is traced once, as by jax.jit: its ScoreMod has the same arrays and program each time.
+
     Raises TypeError if it is no function, or does not map a float32 and four int32 scalars to float32; ValueError if
     its result is no scalar.
     """
@@ -136,4 +143,11 @@ def trace(function: Any) -> ScoreMod:
         raise ValueError(f"score_mod: got shape {result.shape} from it for scalars, {_WANT}")
     if result.dtype != jnp.float32:
         raise TypeError(f"score_mod: got dtype {result.dtype} from it, {_WANT}")
-    return ScoreMod(*lifted(program))
+    if program not in _LIFTED:
+        _LIFTED[program] = lifted(program)
+    return ScoreMod(*_LIFTED[program])
+
+
+# The arrays and the jaxpr of each traced function. JAX keeps the trace of a function that it has traced before: with
+# the same jaxpr, an eager call of this function finds the programs of earlier calls.
+_LIFTED: weakref.WeakKeyDictionary[ClosedJaxpr, tuple[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()

@@ -46,6 +46,7 @@ def attention_fn(
       query: [batch..., T, H, D], with any number of batch axes, including zero.
       key: [batch..., S, Hkv, D]; Hkv divides H.
       value: [batch..., S, Hkv, Dv].
+      bias: broadcastable to [batch..., H, T, S], floats, added to the scores. It has a gradient.
       mask: broadcastable to [batch..., H, T, S]; bool, or float32 zeros and ones, as from Flax's make_causal_mask and
         combine_masks.
       deterministic, dropout_rate: dropout is off if deterministic is True or the rate is 0; then dropout_rng and
@@ -60,7 +61,7 @@ def attention_fn(
       [batch..., T, H, Dv] in dtype.
 
     Raises:
-      NotImplementedError: the call asks for a bias, dropout, sown attention weights (module), the caller's einsum,
+      NotImplementedError: the call asks for dropout, sown attention weights (module), the caller's einsum,
         input_positions, or a precision that is not a jax.lax.Precision.
       ValueError, TypeError: as flash_attention.
     """
@@ -69,7 +70,6 @@ def attention_fn(
             f"dropout_rate: got {dropout_rate} with deterministic=False, want 0: attention_fn has no dropout"
         )
     refused = {
-        "bias": (bias, "a bias added to the scores"),
         "module": (module, "attention weights to sow: they are never stored"),
         "qk_attn_weights_einsum": (qk_attn_weights_einsum, "matmuls by the caller's einsum"),
         "attn_weights_value_einsum": (attn_weights_value_einsum, "matmuls by the caller's einsum"),
@@ -93,25 +93,30 @@ def attention_fn(
     batch = query.shape[:-3]
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
+    scores = query.shape[2], query.shape[1], key.shape[1]
     if mask is not None:
-        mask = _joined_mask(mask, batch, (query.shape[2], query.shape[1], key.shape[1]))
-    out = flash_attention(query, key, value, mask=mask, is_causal=is_causal, implementation=implementation)
+        # With NumPy a mask that is known while jit traces stays known, so that flash_attention can check its values.
+        mask = _joined("mask", mask, batch, scores, jnp if isinstance(mask, jax.core.Tracer) else np)
+    if bias is not None:
+        bias = _joined("bias", bias, batch, scores, jnp)
+        if bias.dtype not in (query.dtype, jnp.float32):
+            bias = bias.astype(jnp.result_type(bias, query))
+    options: dict[str, Any] = {"is_causal": is_causal, "implementation": implementation}
+    out = flash_attention(query, key, value, bias=bias, mask=mask, **options)
     return out.reshape(*batch, *out.shape[1:])
 
 
-def _joined_mask(mask: Any, batch: tuple[int, ...], scores: tuple[int, int, int]) -> Any:
-    """The mask as [B, H or 1, T or 1, S or 1], with all batch axes joined to one axis of length B or 1.
+def _joined(name: str, x: Any, batch: tuple[int, ...], scores: tuple[int, int, int], xp: Any) -> Any:
+    """A mask or bias as [B, H or 1, T or 1, S or 1], with all batch axes joined to one axis of length B or 1.
 
-    mask: broadcastable to [batch..., H, T, S]; ValueError otherwise. batch: the lengths of the batch axes. scores: (H,
-    T, S).
+    x: broadcastable to [batch..., H, T, S]; ValueError, naming the argument, otherwise. batch: the lengths of the batch
+    axes. scores: (H, T, S). xp: jax.numpy or numpy, for the array functions.
     """
     want = (*batch, *scores)
-    shape = (1,) * (len(want) - mask.ndim) + tuple(mask.shape)
+    shape = (1,) * (len(want) - x.ndim) + tuple(x.shape)
     if len(shape) > len(want) or any(got not in (1, full) for got, full in zip(shape, want, strict=True)):
-        raise ValueError(f"mask: got shape {mask.shape}, want one broadcastable to [batch..., H, T, S] = {want}")
-    # With NumPy a mask that is known while jit traces stays known, so that flash_attention can check its values.
-    xp = jnp if isinstance(mask, jax.core.Tracer) else np
-    mask = xp.asarray(mask).reshape(shape)
+        raise ValueError(f"{name}: got shape {x.shape}, want one broadcastable to [batch..., H, T, S] = {want}")
+    x = xp.asarray(x).reshape(shape)
     if math.prod(shape[:-3]) > 1:
-        mask = xp.broadcast_to(mask, (*batch, *shape[-3:]))
-    return mask.reshape(math.prod(mask.shape[:-3]), *shape[-3:])
+        x = xp.broadcast_to(x, (*batch, *shape[-3:]))
+    return x.reshape(math.prod(x.shape[:-3]), *shape[-3:])

@@ -6,6 +6,7 @@ from typing import Literal, Required, TypedDict, Unpack, overload
 import torch
 
 from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop.learned_scale import in_query
 from jax_kernels.bridge.jax_functions.api import JaxOp, with_types
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
@@ -29,7 +30,7 @@ class DilatedOptions(TypedDict, total=False):
     order: str | None
     stop_gradient_weights: bool
     segment_ids: torch.Tensor | None
-    scale: float | None
+    scale: float | torch.Tensor | None
     deterministic: bool | None
     precision: str | None
     implementation: str | None
@@ -73,7 +74,7 @@ def dilated_attention(
     stop_gradient_weights: bool = False,
     return_lse: bool = False,
     segment_ids: torch.Tensor | None = None,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
@@ -107,6 +108,7 @@ def dilated_attention(
       ValueError: shapes do not fit together, a value is out of range, or tensors are on several devices.
       NotImplementedError: a named implementation cannot serve this call; the error says why.
     """
+    query, scale = in_query(query, scale)
     branches = with_types(segment_lengths), with_types(dilation_rates), heads, combine, layout, order
     settings = is_causal, stop_gradient_weights, return_lse, scale, deterministic, precision, implementation
     call = _attend.lookup((query, key, value, segment_ids), (*branches, *settings))

@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 
 from jax_kernels.bridge.interop import dtensors, torch_internals
+from jax_kernels.bridge.interop.learned_scale import in_query
 from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
 from jax_kernels.bridge.jax_functions import flops
 from jax_kernels.bridge.jax_functions.api import CallKey
@@ -122,7 +123,8 @@ def flash_attention(
         the function closes over get no gradient; for gradients, pass them as arguments through bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32, logits that only join the softmax's denominator.
       scale, softcap, window and other numbers: Python's, NumPy's or JAX's numbers, or tensors without axes, whose
-        values are read in each call. window: also a tensor of two integers.
+        values are read in each call. window: also a tensor of two integers. A scale that requires a gradient gets
+        one: query is then multiplied by scale * sqrt(D), and rounded to its dtype.
       deterministic: None follows torch.use_deterministic_algorithms; if that is off, XLA's flag decides.
       other_names: attn_mask, softmax_scale, causal or window_size, for mask, scale, is_causal and window. causal and
         window_size come from flash-attn, which puts the last query at the last key. So they need T = S, or a q_offset.
@@ -148,6 +150,8 @@ def flash_attention(
         own: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "scale": scale}
         own |= renamed("flash_attention", other_names, own | {"query": query, "key": key, "q_offset": q_offset})
         mask, is_causal, window, scale = own.values()
+    if isinstance(scale, torch.Tensor):
+        query, scale = in_query(query, scale)
     statics: Any = None
     present: Sequence[torch.Tensor] = ()
     is_compiling = torch.compiler.is_compiling()

@@ -11,6 +11,7 @@ import torch
 
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dtensors, torch_internals
+from jax_kernels.bridge.interop.learned_scale import in_query
 from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
 from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp
 from jax_kernels.bridge.jax_functions.pytree import MaskById
@@ -224,6 +225,8 @@ def block_sparse_attention(
 
     Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
+    if isinstance(arguments.get("scale"), torch.Tensor):
+        query, arguments["scale"] = in_query(query, arguments["scale"])
     call = _block_sparse.lookup_by_name((query, key, value, block_mask), {"block_size": block_size, **arguments})
     if call and call.cached:
         return call.cached(call.tensors)
@@ -312,6 +315,8 @@ def dynamic_mask_attention(
 
     Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
+    if isinstance(arguments.get("scale"), torch.Tensor):
+        query, arguments["scale"] = in_query(query, arguments["scale"])
     call = _dynamic_mask.lookup_by_name((query, key, value, mask, bias), arguments)
     if call and call.cached:
         return call.cached(call.tensors)

@@ -7,6 +7,7 @@ import torch
 
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
+from jax_kernels.bridge.interop.learned_scale import in_query
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.jax_functions.pytree import MaskById
@@ -105,7 +106,7 @@ def flex_attention(
         masked out, the mask_mod decides in partial blocks, and all pairs of full blocks are kept. It must be made for
         the call's lengths; its lists broadcast to B and H. The BlockMask keeps a masks.Mask of itself, which is made
         again if a list, or a tensor that the mask_mod reads, has changed. Or a masks.Mask.
-      scale: multiplies the scores; default 1 / sqrt(D).
+      scale: multiplies the scores; default 1 / sqrt(D). A tensor that requires a gradient gets one.
       enable_gqa: allow fewer key and value heads than query heads; their number divides the number of query heads.
       return_lse: return (out, lse). return_aux: an AuxRequest; return (out, AuxOutput), with lse if it asks for it.
       kernel_options: FlexKernelOptions. They choose among PyTorch's kernels, and have no effect here.
@@ -123,8 +124,7 @@ def flex_attention(
       Errors of flash_attention, too: its gradient cannot be differentiated again.
     """
     _check(query, key, value, block_mask, enable_gqa, kernel_options)
-    if isinstance(scale, torch.Tensor) and scale.requires_grad:
-        raise TypeError("scale: got a tensor that requires a gradient, want a number; multiply query by it")
+    query, scale = in_query(query, scale)
     scale = scale if scale is None else float(scale)
     if return_lse and return_aux is not None:
         raise ValueError("return_lse, return_aux: got both, want one of them")

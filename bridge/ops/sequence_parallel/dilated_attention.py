@@ -7,6 +7,7 @@ from typing import Literal, Unpack, overload
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.learned_scale import with_learned_scale
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
@@ -55,6 +56,7 @@ def sequence_parallel_dilated_attention(
 @functools.partial(
     torch_internals.not_in_graph, reason="jax_kernels: sequence_parallel_dilated_attention runs over several processes"
 )
+@with_learned_scale
 @plain_arguments
 @with_name_hints
 def sequence_parallel_dilated_attention(
@@ -73,7 +75,7 @@ def sequence_parallel_dilated_attention(
     stop_gradient_weights: bool = False,
     return_lse: bool = False,
     segment_ids: torch.Tensor | None = None,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.learned_scale import with_learned_scale
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_statics
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
@@ -36,7 +37,7 @@ class _Options(TypedDict, total=False):
     sinks: torch.Tensor | None
     score_mod: ScoreMod | None
     bias: torch.Tensor | None
-    scale: float | None
+    scale: float | torch.Tensor | None
     softcap: float | None
     deterministic: bool | None
     precision: str | None
@@ -66,6 +67,7 @@ def ring_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[_Options]
 ) -> Outputs: ...
 @functools.partial(torch_internals.not_in_graph, reason="jax_kernels: ring_attention runs over several processes")
+@with_learned_scale
 @plain_arguments
 @with_name_hints
 def ring_attention(
@@ -84,7 +86,7 @@ def ring_attention(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     bias: torch.Tensor | None = None,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,

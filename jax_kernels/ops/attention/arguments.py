@@ -19,7 +19,7 @@ class AttentionArguments(TypedDict, total=False):
     q_offset: int | Integer[Array, ""] | Integer[Array, " B"]
     score_mod: ScoreModFunction | ScoreMod | None
     sinks: Float[Array, " H"] | None
-    scale: float | None
+    scale: float | Float[Array, ""] | None
     softcap: float | None
     deterministic: bool | None
     precision: str | None

@@ -39,7 +39,7 @@ def check(given: FlashArguments) -> tuple[AttentionRequest, AttentionInputs]:
     deterministic, score_mod, softcap, precision = given.deterministic, given.score_mod, given.softcap, given.precision
     if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
-    checks.check_number("scale", given.scale)
+    checks.check_scale("scale", given.scale)
     checks.check_softcap(softcap)
     if score_mod is not None and softcap is not None:
         raise ValueError(f"softcap: got {softcap} with a score_mod, want None: score_mod(score, ...) can begin with it")

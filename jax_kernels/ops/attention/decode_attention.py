@@ -37,7 +37,7 @@ def decode_attention(
     window: int | tuple[int, int] | None = ...,
     softcap: float | None = ...,
     sinks: Float[Array, " H"] | None = ...,
-    scale: float | None = ...,
+    scale: float | Float[Array, ""] | None = ...,
     return_lse: Literal[False] = ...,
     implementation: str | None = ...,
 ) -> Float[Array, "B T H Dv"]: ...
@@ -54,7 +54,7 @@ def decode_attention(
     window: int | tuple[int, int] | None = ...,
     softcap: float | None = ...,
     sinks: Float[Array, " H"] | None = ...,
-    scale: float | None = ...,
+    scale: float | Float[Array, ""] | None = ...,
     return_lse: Literal[True],
     implementation: str | None = ...,
 ) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
@@ -71,7 +71,7 @@ def decode_attention(
     window: int | tuple[int, int] | None = ...,
     softcap: float | None = ...,
     sinks: Float[Array, " H"] | None = ...,
-    scale: float | None = ...,
+    scale: float | Float[Array, ""] | None = ...,
     return_lse: bool = ...,
     implementation: str | None = ...,
 ) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
@@ -91,7 +91,7 @@ def decode_attention(
     window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
@@ -139,7 +139,7 @@ def decode_attention(
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
       sinks: [H], bfloat16, float16 or float32: logits that are added only to the softmax's denominator. -inf is no
         sink.
-      scale: a number, multiplies the scores; default 1 / sqrt(D).
+      scale: a number, multiplies the scores; default 1 / sqrt(D). Or a traced float [], as in flash_attention.
       return_lse: also return the log-sum-exp of the scores, including the sink.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
@@ -217,7 +217,7 @@ def _check(
     )
     _check_shapes(query, key, value, is_paged=block_tables is not None)
     batch, q_length, heads, head_dim = query.shape
-    checks.check_number("scale", scale)
+    checks.check_scale("scale", scale)
     checks.check_softcap(softcap)
     checks.check_names(implementation=implementation)
     checks.check_flags(return_lse=return_lse)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.ops import checks, unsupported
+from jax_kernels.ops.attention.implementations import chunk_bytes
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, join_batch, kernel
 from jax_kernels.ops.sharding.partitioning import Axis, Shares, is_partitioned, partitioned
@@ -155,7 +156,7 @@ def _of_options(forward):
 
 
 def _xla(*arrays, config, interpret, **rest):
-    return reference.attention_decode(*arrays, **rest)
+    return reference.attention_decode(*arrays, **rest, chunk_bytes=chunk_bytes(arrays[0]))
 
 
 def _implementation(name, supports, forward) -> Implementation:

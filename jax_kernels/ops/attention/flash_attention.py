@@ -38,7 +38,7 @@ def flash_attention(
     q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = ...,
     score_mod: ScoreModFunction | ScoreMod | None = ...,
     sinks: Float[Array, " H"] | None = ...,
-    scale: float | None = ...,
+    scale: float | Float[Array, ""] | None = ...,
     softcap: float | None = ...,
     return_lse: Literal[False] = ...,
     deterministic: bool | None = ...,
@@ -60,7 +60,7 @@ def flash_attention(
     q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = ...,
     score_mod: ScoreModFunction | ScoreMod | None = ...,
     sinks: Float[Array, " H"] | None = ...,
-    scale: float | None = ...,
+    scale: float | Float[Array, ""] | None = ...,
     softcap: float | None = ...,
     return_lse: Literal[True],
     deterministic: bool | None = ...,
@@ -82,7 +82,7 @@ def flash_attention(
     q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = ...,
     score_mod: ScoreModFunction | ScoreMod | None = ...,
     sinks: Float[Array, " H"] | None = ...,
-    scale: float | None = ...,
+    scale: float | Float[Array, ""] | None = ...,
     softcap: float | None = ...,
     return_lse: bool = ...,
     deterministic: bool | None = ...,
@@ -107,7 +107,7 @@ def flash_attention(
     q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = 0,
     score_mod: ScoreModFunction | ScoreMod | None = None,
     sinks: Float[Array, " H"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -160,7 +160,8 @@ def flash_attention(
         pair is masked out, the gradients of its closed-over arrays may get a NaN, as through jnp.where.
       sinks: [H], bfloat16, float16 or float32: logits that are added only to the softmax's denominator. -inf is no
         sink.
-      scale: a number, multiplies the scores; default 1 / sqrt(D).
+      scale: a number, multiplies the scores; default 1 / sqrt(D). Or a traced float without axes, with a gradient, such
+        as a learned temperature: query is then multiplied by scale * sqrt(D), and rounded to its dtype.
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
       return_lse: also return the log-sum-exp of the scores, including the sink. Gradients through it are exact.
       deterministic: True for the same bits on every run; False lets the backward add in arrival order, which

@@ -14,6 +14,7 @@ from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.ops import checks, unsupported
+from jax_kernels.ops.attention.implementations import chunk_bytes
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel
 from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
@@ -172,7 +173,7 @@ def flash_attention_fp8(
         return_lse=return_lse,
         implementation=implementation,
     )
-    query, scale = checks.with_positive_scale(arrays.query, scale)
+    query, scale = _with_positive_scale(arrays.query, scale)
     # The factors hold the scale: combined with the scales of query and key it differs from head to head.
     options = AttentionOptions(scale=1.0, is_causal=request.is_causal, q_offset=request.q_offset)
     factors = _factors(request, arrays.q_scale, arrays.k_scale, arrays.v_scale, scale)
@@ -181,6 +182,15 @@ def flash_attention_fp8(
     lengths = {str(len(inputs) - 1): request.kv_length}
     out, lse = _attention(*OP.tuned(call, request, _attention, inputs, implementation, lengths=lengths))
     return (out, lse) if return_lse else out
+
+
+def _with_positive_scale(query: jax.Array, scale: Any) -> tuple[jax.Array, Any]:
+    """(query, scale) with scale > 0, exactly: 8-bit queries take only the sign of a traced scale, or 0."""
+    if not isinstance(scale, jax.core.Tracer):
+        return checks.with_positive_scale(query, scale)
+    scale = scale.astype(jnp.float32)
+    signed = (query.astype(jnp.float32) * jnp.sign(scale)).astype(query.dtype)
+    return signed, jnp.where(scale == 0, 1, jnp.abs(scale))
 
 
 class _Arrays(NamedTuple):
@@ -212,7 +222,7 @@ def _check(
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
     checks.check_flags(is_causal=is_causal, return_lse=return_lse)
-    checks.check_number("scale", scale)
+    checks.check_scale("scale", scale)
     checks.check_names(implementation=implementation)
     static_offset, q_offset = checks.checked_offset(q_offset, batch)
     arrays = _Arrays(
@@ -320,7 +330,7 @@ def _of_arrays(forward):
 
 
 def _xla(inputs, options, factors, *, config, interpret):
-    return reference.attention_forward(inputs, options, factors)
+    return reference.attention_forward(inputs, options, factors, chunk_bytes=chunk_bytes(inputs.query))
 
 
 IMPLEMENTATIONS = {

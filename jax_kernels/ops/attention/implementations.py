@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.dispatch import Choice, Implementation, Request, interpreting, without_blocks
+from jax_kernels.dispatch import Choice, Implementation, Request, interpreting, target_device, without_blocks
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.masks.block_lists import count_arrays_by
 from jax_kernels.ops import checks, unsupported
@@ -26,7 +26,8 @@ from jax_kernels.pallas.attention.triton import forward as forward_triton
 from jax_kernels.pallas.attention.triton import large_lse_rows
 from jax_kernels.pallas.block_specs.candidates import TiledCall, attention_candidates
 from jax_kernels.pallas.triton import backend
-from jax_kernels.reference import attention as reference
+from jax_kernels.reference import attention_chunks, chunked_attention
+from jax_kernels.reference.attention import without_ignored
 from jax_kernels.reference.score_mod_gradients import array_gradients
 from jax_kernels.score_mod.tile_reads import why_not
 from jax_kernels.score_mod.trace import moving
@@ -314,7 +315,7 @@ def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, con
     )
     dead = None  # queries without a key, for which cuDNN would average over all values
     if kv_lengths is not None:
-        key, value, *_ = reference.without_ignored(inputs)[1:]
+        key, value, *_ = without_ignored(inputs)[1:]
         dead = (kv_lengths <= 0)[:, None, None, None]
         kv_lengths = jnp.clip(kv_lengths, 1, key.shape[1])
     if bias is not None:  # a row of only -inf would give NaN
@@ -347,12 +348,19 @@ def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, con
     return out.astype(out_dtype), None
 
 
+def chunk_bytes(*arrays: Any) -> int:
+    """The limit of the bytes of a chunk of the "xla" implementation on the device for which a call is planned."""
+    is_cpu = target_device(*arrays).compute_capability is None
+    return attention_chunks.CPU_CHUNK_BYTES if is_cpu else attention_chunks.CHUNK_BYTES
+
+
 def _xla_forward(inputs, options, *, out_dtype, config, interpret):
-    return reference.forward(inputs, options, out_dtype=out_dtype)
+    return chunked_attention.forward(inputs, options, out_dtype=out_dtype, chunk_bytes=chunk_bytes(inputs.query))
 
 
 def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, lse_lo=None):
-    return reference.backward(inputs, options, lse, delta, dout, lse_lo)
+    limit = chunk_bytes(inputs.query)
+    return chunked_attention.backward(inputs, options, lse, delta, dout, lse_lo, chunk_bytes=limit)
 
 
 def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, lse_lo=None, out=None, dlse=None):
@@ -379,7 +387,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
                 of_bias = kernel(bias_gradient_triton.bias_gradient, "array_gradients")
                 dbias = of_bias(as_in_lse, options, *results, lse_lo=lse_lo, **statics)
             else:
-                dbias = reference.backward(as_in_lse, options, lse, delta, dout, lse_lo).bias
+                dbias = chunked_attention.backward(as_in_lse, options, lse, delta, dout, lse_lo).bias
             gradients = gradients._replace(bias=dbias.astype(inputs.bias.dtype))
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
         # These are extra passes. Triton has two; XLA removes one if the arrays do not need it. Cases that Triton does
@@ -404,7 +412,7 @@ def with_large_rows(
     options = dataclasses.replace(options, float32_gradients=True, bias_gradient=gradients.bias is not None)
 
     def added(gradients: AttentionGradients) -> AttentionGradients:
-        more = reference.backward(inputs, options, jnp.where(large, lse, jnp.inf), delta, dout, lse_lo)
+        more = chunked_attention.backward(inputs, options, jnp.where(large, lse, jnp.inf), delta, dout, lse_lo)
         return jax.tree.map(lambda x, y: (x.astype(jnp.float32) + y).astype(x.dtype), gradients, more)
 
     return jax.lax.cond(large.any(), added, lambda gradients: gradients, gradients)

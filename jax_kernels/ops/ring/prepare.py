@@ -38,7 +38,7 @@ def prepare(
     axis_name: str,
     layout: str | None,
     strategy: str,
-    scale: float | None,
+    scale: Any,
     softcap: float | None,
     deterministic: bool | None,
     precision: str | None,

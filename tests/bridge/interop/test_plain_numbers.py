@@ -124,7 +124,7 @@ WRONG = [
     (attend, "scale", np.bool_(True), "bool, want a number"),
     (attend, "scale", torch.tensor(True), "bool, want a number"),
     (attend, "scale", torch.tensor([0.5]), "Tensor, want a number"),
-    (attend, "scale", torch.tensor(0.5, requires_grad=True), "a tensor that requires a gradient, want a number"),
+    (attend, "softcap", torch.tensor(0.5, requires_grad=True), "a tensor that requires a gradient, want a number"),
     (attend, "scale", torch.tensor(0.5, device="meta"), "a tensor whose values are not known here, want a number"),
     (attend, "scale", 1j, "complex, want a number"),
     (attend, "softcap", np.float32("nan"), "nan, want a finite number"),
@@ -139,7 +139,7 @@ WRONG = [
     (decode, "window", (4.0, 0), r"\(4.0, 0\), want an int"),
     (dilated, "dilation_rates", (True, 2), r"\(True, 2\), want a sequence of ints"),
     (dynamic, "scale", torch.tensor(True), "bool, want a number"),
-    (flash, "softmax_scale", torch.tensor(0.5, requires_grad=True), "a tensor that requires a gradient"),
+    (flash, "softcap", torch.tensor(0.5, requires_grad=True), "a tensor that requires a gradient"),
     (flash, "window_size", torch.tensor([1.0, 2.0]), r"\(1.0, 2.0\), want an int"),
     (flash, "causal", 1, "int, want a bool"),
     (rms, "eps", torch.tensor(True), "bool, want a number"),
@@ -156,8 +156,8 @@ def test_wrong_scalars(function, name, x, message):
 
 def test_scalars_in_a_graph():
     number = torch.tensor(0.5)
-    compiled = torch.compile(lambda x: bridge.flash_attention(x, x, x, scale=number), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="scale: got a tensor in a graph, whose values are not known, want a number"):
+    compiled = torch.compile(lambda x: bridge.flash_attention(x, x, x, softcap=number), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="softcap: got a tensor in a graph, whose values are not known, want a number"):
         compiled(X)
 
 

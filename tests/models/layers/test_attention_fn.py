@@ -139,13 +139,47 @@ def test_dtypes_promote_as_in_flax():
     assert attention_fn(q, k, v, dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ((2,), (2, HEADS, LENGTH, LENGTH)),
+        ((2, 3), (3, 1, 1, LENGTH)),
+        ((2, 3), (HEADS, 1, LENGTH)),
+        ((), (LENGTH,) * 2),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bias(batch, shape, dtype):
+    """A bias with its gradient, with a mask, in all shapes that Flax takes."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (*batch, LENGTH, HEADS, 8)) for i in range(3))
+    bias = jax.random.normal(jax.random.key(4), shape).astype(dtype)
+    mask = masks(batch or (1,))["causal"].reshape(*batch, 1, LENGTH, LENGTH)
+
+    def run(attend):
+        loss = lambda q, bias: (attend(q, k, v, bias=bias, mask=mask) ** 2).sum()
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(q, bias)
+
+    (got, (dq, dbias)), (want, (their_dq, their_dbias)) = run(attention_fn), run(nn.dot_product_attention)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    close(dq, their_dq, atol=5e-6)
+    assert dbias.dtype == dtype
+    largest = float(jnp.abs(their_dbias).max())
+    atol = largest * (2e-6 if dtype == "float32" else 2**-8)
+    close(dbias.astype(jnp.float32), their_dbias.astype(jnp.float32), atol=atol)
+
+
+def test_bias_shapes():
+    q = jnp.zeros((2, LENGTH, HEADS, 8))
+    with pytest.raises(ValueError, match=r"^bias: got shape \(3, 1\), want one broadcastable to .batch..., H, T, S."):
+        attention_fn(q, q, q, bias=jnp.zeros((3, 1)))
+
+
 QKV = tuple(np.zeros((2, LENGTH, HEADS, 8), np.float32) for _ in range(3))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("bias", np.zeros((2, HEADS, LENGTH, LENGTH), np.float32)),
         ("dropout_rate", 0.1),
         ("module", object()),
         ("qk_attn_weights_einsum", jnp.einsum),

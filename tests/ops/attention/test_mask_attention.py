@@ -11,7 +11,7 @@ from jax_kernels import block_sparse_attention, explain, flash_attention, masks
 from jax_kernels.dispatch import on_device
 from jax_kernels.masks.limits import Limits, joined
 from jax_kernels.pallas.block_specs import attention_row
-from jax_kernels.reference import attention as reference
+from jax_kernels.reference import attention_chunks
 from jax_kernels.testing import rms_error
 from tests.support.cases import tiers
 from tests.support.cases.masks import CASES, B, H, S, T
@@ -42,7 +42,7 @@ def definition(query, key, value, keep):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """16 queries at a time, so that the last chunk is padded."""
-    monkeypatch.setattr(reference, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(attention_chunks, "CPU_CHUNK_BYTES", 16 * S * 4)
 
 
 OF_EACH_BATCH_ENTRY = ("everything_packed", "block_sparse_larger", "causal_dense", "function")
@@ -91,12 +91,12 @@ def test_no_array_of_all_pairs():
     """There are 4 chunks of 64 queries. The mask is evaluated for one chunk at a time."""
     query = jnp.ones((1, 256, 1, 16))
     mask = masks.causal() & masks.segments(jnp.zeros(256, jnp.int32)) | masks.from_function(lambda b, h, q, k: q == k)
-    old, reference.CHUNK_BYTES = reference.CHUNK_BYTES, 64 * 256 * 4
+    old, attention_chunks.CPU_CHUNK_BYTES = attention_chunks.CPU_CHUNK_BYTES, 64 * 256 * 4
     try:
         loss = lambda q: flash_attention(q, q, q, mask=mask).sum()
         text = jax.jit(jax.grad(loss)).lower(query).as_text()
     finally:
-        reference.CHUNK_BYTES = old
+        attention_chunks.CPU_CHUNK_BYTES = old
     assert "64x256x" in text
     assert "256x256x" not in text
 

@@ -11,7 +11,7 @@ import pytest
 
 from jax_kernels import explain, flash_attention, masks
 from jax_kernels.dispatch import on_device
-from jax_kernels.reference import attention as reference
+from jax_kernels.reference import attention_chunks
 from jax_kernels.testing import rms_error
 from tests.support.cases import score_mods as score_mod_cases
 
@@ -30,7 +30,7 @@ def arrays(seed=0):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """16 queries at a time, so that the last chunk is padded."""
-    monkeypatch.setattr(reference, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(attention_chunks, "CPU_CHUNK_BYTES", 16 * S * H // HKV * 4)
 
 
 def alibi(score, b, h, q, k, slopes, **_):
@@ -241,7 +241,7 @@ def test_vmap(mapped):
 
 
 def test_no_array_of_all_pairs(monkeypatch):
-    monkeypatch.setattr(reference, "CHUNK_BYTES", 64 * 256 * 4)
+    monkeypatch.setattr(attention_chunks, "CPU_CHUNK_BYTES", 64 * 256 * 4)
     query = jnp.ones((1, 256, 1, 16))
     run = lambda q, table: flash_attention(
         q, q, q, score_mod=lambda score, b, h, q, k: score + table[jnp.abs(q - k)]
@@ -481,3 +481,29 @@ def test_kernels_on_a_gpu(implementation, name, arguments):
 
     got, want = gradients(implementation, jnp.bfloat16), gradients("xla", jnp.float32)
     check((got[0][1], got[1]), (want[0][1], want[1]), 2e-2)
+
+
+def test_eager_calls_trace_a_function_once():
+    """An eager call with a function of an earlier call neither traces the function nor compiles a program."""
+    traces, compiled = [], []
+    slopes = jnp.arange(float(H))
+
+    def score_mod(score, b, h, q, k):
+        traces.append(score)
+        return score - slopes[h] * jnp.abs(q - k)
+
+    def run():
+        attend = lambda q: flash_attention(q, *arrays()[1:], score_mod=score_mod, is_causal=True)
+        return attend(arrays()[0]), jax.grad(lambda q: attend(q).sum())(arrays()[0])
+
+    listen = lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    want = run()
+    assert len(traces) == 1
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        got = run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(traces) == 1
+    assert not compiled
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -12,7 +12,7 @@ from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.reference import attention as reference
-from jax_kernels.reference import score_mod_gradients
+from jax_kernels.reference import attention_chunks, chunked_attention, score_mod_gradients
 from jax_kernels.testing import rms_error
 from tests.support.cases import tiers
 from tests.support.cases.masks import CASES, B, H, S, T
@@ -57,7 +57,7 @@ CLOSED = {
 def small_blocks(monkeypatch):
     """Blocks of 16 queries and keys, a few at a time. The last chunk reaches past the last block."""
     monkeypatch.setattr(score_mod_gradients, "BLOCK", 16)
-    monkeypatch.setattr(reference, "CHUNK_BYTES", 5 * 4 * 16 * 16 * H)
+    monkeypatch.setattr(attention_chunks, "CHUNK_BYTES", 5 * 4 * 16 * 16 * H)
 
 
 def both_ways(mod, closed=None, dtype=jnp.float32, arrays=(QUERY, KEY, VALUE, DOUT, DLSE), **arguments):
@@ -77,7 +77,7 @@ def both_ways(mod, closed=None, dtype=jnp.float32, arrays=(QUERY, KEY, VALUE, DO
         )
         out, lse, _ = attention.attention_forward(call, inputs)
         given = (inputs, call.options, *reference.row_terms(out, lse, dout, dlse), dout)
-        by_pairs = reference.backward(*given).score_mod
+        by_pairs = chunked_attention.backward(*given).score_mod
         return score_mod_gradients.array_gradients(*given).arrays, by_pairs.arrays
 
     *given, dlse = arrays
@@ -188,7 +188,7 @@ def test_dead_blocks_are_not_visited(small_blocks):
 def test_memory_is_one_chunk(monkeypatch):
     """The memory is of two blocks of 16 by 16, for any mask, not of all pairs."""
     monkeypatch.setattr(score_mod_gradients, "BLOCK", 16)
-    monkeypatch.setattr(reference, "CHUNK_BYTES", 2 * 4 * 16 * 16)
+    monkeypatch.setattr(attention_chunks, "CHUNK_BYTES", 2 * 4 * 16 * 16)
     query = jnp.ones((1, 256, 1, 16))
     mask = masks.causal() | masks.prefix(3)
 
@@ -232,7 +232,11 @@ def test_very_low_rows(mod):
         )
         out, lse, lse_lo = attention.attention_forward(call, inputs)
         given = (inputs, call.options, *reference.row_terms(out, lse, DOUT, DLSE), jnp.asarray(DOUT), lse_lo)
-        return score_mod_gradients.array_gradients(*given).arrays, reference.backward(*given).score_mod.arrays, lse_lo
+        return (
+            score_mod_gradients.array_gradients(*given).arrays,
+            chunked_attention.backward(*given).score_mod.arrays,
+            lse_lo,
+        )
 
     got, want, lse_lo = jit(run)(closed)
     assert np.abs(lse_lo[..., 3::3]).max() > 1

@@ -15,7 +15,7 @@ import pytest
 
 from jax_kernels import flash_attention
 from jax_kernels.dispatch import on_device
-from jax_kernels.reference import attention as reference
+from jax_kernels.reference import attention_chunks
 from jax_kernels.testing import ATTENTION_CASES, AttentionCase, attention_float64, attention_inputs, rms_error, why_not
 from tests.support.cases import tiers
 from tests.support.processes import cpu_devices
@@ -232,7 +232,7 @@ def test_jit_scan_remat_shard_map(axis_type):
         for f in (sharded, attend):
             got = jax.jit(jax.value_and_grad(lambda x: loss(f, x)))(placed)
             assert len(got[1].sharding.device_set) == 4, got[1].sharding
-            assert rms_error(got[0], want[0]) < 1e-6
+            assert rms_error(got[0], want[0]) < 5e-6  # a sum of magnitude 48 of 12,288 values of magnitude 0.6
             assert rms_error(got[1], want[1]) < 1e-5
     """)
 
@@ -281,9 +281,9 @@ def test_no_score_matrix():
     lowered = loss_and_gradients("xla").lower(x, x, x)
     shapes = re.findall(r"tensor<((?:\d+x)+)\w+>", lowered.as_text())
     largest = max(math.prod(int(n) for n in shape[:-1].split("x")) for shape in shapes)
-    assert x.size <= largest <= reference.CHUNK_BYTES / 4 < length**2 / 8
+    assert x.size <= largest <= attention_chunks.CHUNK_BYTES / 4 < length**2 / 8
     # The whole score matrix would take 8.6 GB in float32.
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < 6 * reference.CHUNK_BYTES
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 6 * attention_chunks.CHUNK_BYTES
 
 
 @pytest.mark.gpu

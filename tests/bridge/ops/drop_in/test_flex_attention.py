@@ -240,7 +240,6 @@ def test_other_calls_run_pytorchs_function():
         ({"block_mask": block_mask(documents, lengths=(40, 40))}, ValueError, "^block_mask: got one for 40 .* 40 keys"),
         ({"block_mask": block_mask(documents, 3, 4)}, ValueError, "^block_mask: got kv_num_blocks of shape .3, 4, 3."),
         ({"block_mask": block_mask(documents)[:, :, 1:]}, ValueError, "^block_mask: got a part of a BlockMask"),
-        ({"scale": torch.ones((), requires_grad=True)}, TypeError, "^scale: got a tensor that requires a gradient"),
         ({"kernel_options": {"BLOCK": 3}}, ValueError, "^kernel_options: got 'BLOCK'"),
         ({"return_lse": True, "return_aux": torchs.AuxRequest(lse=True)}, ValueError, "^return_lse, return_aux: got"),
     ],
