@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jax_kernels.analysis.report import Advice as Advice
     from jax_kernels.analysis.report import Analysis as Analysis
     from jax_kernels.analysis.report import OpUse as OpUse
+    from jax_kernels.chunks import memory_limit as memory_limit
     from jax_kernels.compilation import compile_kernels as compile_kernels
     from jax_kernels.compilation import compiler_options as compiler_options
     from jax_kernels.device import DeviceInfo as DeviceInfo
@@ -63,6 +64,7 @@ _MODULES = {
         "Analysis",
         "OpUse",
     ),
+    "jax_kernels.chunks": ("memory_limit",),
     "jax_kernels.compilation": (
         "compile_kernels",
         "compiler_options",

@@ -98,6 +98,7 @@ class Plan:
       tuning.
     passed_over: (name, reason) of each implementation that was tried before it, and of each that the order lacks.
     tuned: the times from tuning, if they chose the implementation or its blocks; else None.
+    chunks: the chunks in which the call runs because it would take too much memory, in words; None for a whole call.
     """
 
     op: str
@@ -109,6 +110,7 @@ class Plan:
     order: tuple[str, ...] = ()
     passed_over: tuple[tuple[str, str], ...] = ()
     tuned: Tuned | None = None
+    chunks: str | None = None
 
     @property
     def why_not(self) -> dict[str, str]:
@@ -120,6 +122,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.implementation} ({self.why})", f"  device: {self.device}"]
         lines += [] if self.config is None else [f"  blocks: {self.config} from {self.source}"]
+        lines += [] if self.chunks is None else [f"  in {self.chunks}"]
         lines += [] if self.tuned is None else [f"  {self.tuned.text(self.implementation)}"]
         return "\n".join(lines + self.lines_of_others())
 

@@ -79,7 +79,7 @@ def test_lines_of_names_become_entries(hook, monkeypatch, lines, want):
 def test_a_public_name_without_a_heading_raises(hook):
     pages = hook("reference_pages")
     with pytest.raises(pages.PluginError, match=r"no line has compilation\.compile_kernels, its module or a folder"):
-        pages.with_entries("## A\n\n::: names of ops, masks, analysis\n", "jax_kernels")
+        pages.with_entries("## A\n\n::: names of ops, masks, analysis, chunks\n", "jax_kernels")
     with pytest.raises(pages.PluginError, match=r"got \['ops', 'ops'\], want each folder, module or name once"):
         pages.with_entries("::: names of ops\n\n::: names of ops\n", "jax_kernels")
 

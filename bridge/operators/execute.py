@@ -1,9 +1,12 @@
 """Runs a jitted JAX function on PyTorch's tensors, by the direct route or by the DLPack route."""
 
+import warnings
 from collections.abc import Callable, Sequence
 
+import jax
 import torch
 
+from jax_kernels import chunks
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.direct.launcher import LoadedChain
 from jax_kernels.bridge.direct.route import Operands
@@ -54,14 +57,45 @@ def _through_jax(
     arguments = donated_outputs.FlatArguments(masks, given, tuple([x is None for x in tensors]), structure)
 
     def call() -> list[torch.Tensor]:
-        if device.type == "cuda" and (found := donated_outputs.run(function, arguments, device)) is not None:
+        is_cuda = device.type == "cuda" and not chunks.is_forced()  # a donating program does not depend on the chunks
+        if is_cuda and (found := donated_outputs.run(function, arguments, device)) is not None:
             return found
         arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
         with planning_on(device):
             results = function(*arguments.placed(arrays))
         return dlpack.export_arrays(results, device, owners)
 
-    return memory.retry_on_oom(device, call)
+    try:
+        return memory.retry_on_oom(device, call)
+    except (jax.errors.JaxRuntimeError, torch.cuda.OutOfMemoryError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and not chunks.is_out_of_memory(error):
+            raise
+        return _in_chunks(getattr(function, "__name__", "from_jax"), device, call, error)
+
+
+def _in_chunks(
+    name: str, device: torch.device, call: Callable[[], list[torch.Tensor]], error: BaseException
+) -> list[torch.Tensor]:
+    """call(), traced again such that its ops run in chunks: twice as many after each error.
+
+    name: of the function, for the warning. error: why the whole call failed; raised if no op can be split further.
+    """
+    before: list[int] = []
+    for count in (2, 4, 8, 16, 32, 64):
+        with chunks.forced(count) as split:
+            try:
+                results = memory.retry_on_oom(device, call)
+            except (jax.errors.JaxRuntimeError, torch.cuda.OutOfMemoryError) as again:
+                if isinstance(again, jax.errors.JaxRuntimeError) and not chunks.is_out_of_memory(again):
+                    raise
+                if not split or split == before:
+                    raise error from None
+                before = split
+                continue
+        text = f"{name}: out of memory on {device}; the call ran in {count} chunks"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return results
+    raise error
 
 
 class _JaxLauncher:

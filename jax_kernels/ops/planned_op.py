@@ -28,7 +28,8 @@ from typing import Any, Protocol, cast
 import jax
 import jax.numpy as jnp
 
-from jax_kernels import dispatch
+from jax_kernels import chunks, dispatch
+from jax_kernels.chunks import Need
 from jax_kernels.dispatch import Choice, Implementation, Order, Plan, Request
 from jax_kernels.spelling import add_hint
 from jax_kernels.tracing.derivatives import NO_SECOND, without_derivative
@@ -130,12 +131,14 @@ class Tuner(Protocol):
 class PlannedOp:
     """An op: its name in messages, its implementations by name, and the order in which they are tried.
 
-    order(request): (names in this order, words for the source of the order).
+    order(request): (names in this order, words for the source of the order). need(request, implementation): the memory
+    of a call, for an op that can run in chunks.
     """
 
     name: str
     implementations: Mapping[str, Implementation]
     order: Order
+    need: Callable[[Any, str], Need] | None = None
 
     def plan(self, request: Request, implementation: str | None = None) -> Plan:
         """The Plan for a request, with its reasons in words.
@@ -143,7 +146,11 @@ class PlannedOp:
         implementation: the name that the user asked for, or None. Raises ValueError for an unknown name, and
         NotImplementedError if this implementation does not support the request.
         """
-        return dispatch.plan_of(request, self.implementations, self.order, implementation)
+        plan = dispatch.plan_of(request, self.implementations, self.order, implementation)
+        if self.need is None:
+            return plan
+        found = chunks.why(self.need(request, plan.implementation), request.device)
+        return plan if found is None else dataclasses.replace(plan, chunks=found)
 
     def choose(self, request: Request, implementation: str | None = None) -> Choice:
         """The implementation and its blocks for a request, without reasons in words. Raises the errors of `plan`.

@@ -11,6 +11,7 @@ from jax_kernels.inputs.attention import AttentionInputs, FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import implementations
 from jax_kernels.ops.attention.checks import check
+from jax_kernels.ops.attention.chunks import need_of_request
 from jax_kernels.ops.attention.traced_masks import mask_or_nan, with_validity
 from jax_kernels.ops.attention.vjp import AttentionCall, run, vary_alike, with_options
 from jax_kernels.ops.checks import with_positive_scale
@@ -216,7 +217,7 @@ def _check(**arguments):
     return found[0]
 
 
-OP = PlannedOp("flash_attention", implementations.IMPLEMENTATIONS, implementations.order)
+OP = PlannedOp("flash_attention", implementations.IMPLEMENTATIONS, implementations.order, need_of_request)
 OP.explained_by(_check)(flash_attention)
 
 

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionResult
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import implementations
+from jax_kernels.ops.attention.chunks import backward_in_chunks, forward_in_chunks, tried_again
 from jax_kernels.ops.attention.partitioning import shared_attention
 from jax_kernels.ops.planned_op import (
     MOST_CALLS,
@@ -183,9 +184,14 @@ _plain_with_results = in_both_modes(
 def attention_forward(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
     """The AttentionResult of the call's implementation, as its kernels return it. A vmap is merged into the batch.
 
-    It is differentiable only with "xla" and "cudnn".
+    It is differentiable only with "xla" and "cudnn". It runs in chunks if the memory requires it.
     """
-    return _plain_forward(call, inputs) if call.implementation == "xla" else _batched(_forward, call)(inputs)
+    run = _plain_forward if call.implementation == "xla" else _split_forward
+    return tried_again("flash_attention", call, inputs, lambda: run(call, inputs))
+
+
+def _split_forward(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+    return forward_in_chunks(lambda call, inputs: _batched(_forward, call)(inputs), call, inputs)
 
 
 def attention_forward_together(
@@ -236,8 +242,15 @@ def attention_backward(
 ) -> AttentionGradients:
     """The gradients of all inputs. result: of attention_forward. dout, dlse: the cotangents of out and lse.
 
-    dout: [B, T, H, Dv]. dlse: [B, H, T], or None for zeros.
+    dout: [B, T, H, Dv]. dlse: [B, H, T], or None for zeros. It runs in chunks if the memory requires it.
     """
+    run = lambda: backward_in_chunks(_whole_backward, call, inputs, result, dout, dlse)
+    return tried_again("flash_attention's backward", call, inputs, run)
+
+
+def _whole_backward(
+    call: AttentionCall, inputs: AttentionInputs, result: AttentionResult, dout, dlse
+) -> AttentionGradients:
     if result.lse is None:  # "cudnn" is differentiated by JAX
         return _batched(_backward, call)(inputs, None, None, dout)
     lse_lo = result.lse_lo
@@ -381,7 +394,7 @@ def _one_by_one(function, batched, arguments):
 
 
 _plain_forward = in_both_modes(
-    lambda call, inputs: _batched(_forward, call)(inputs),
+    _split_forward,
     _attention_fwd,
     _attention_bwd,
     plain=_forward,

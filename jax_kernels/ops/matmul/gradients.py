@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels import dispatch
+from jax_kernels import chunks, dispatch
+from jax_kernels.chunks import Need
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult, in_range
 from jax_kernels.ops.matmul.implementations import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.matmul.partitioning import by_rows, shared_matmul
@@ -192,7 +194,30 @@ def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
 
     Under vmap, the mapped axis becomes an axis of M if all calls share w and bias; else the calls run one by one.
     """
-    return functools.partial(_run, call) if call.implementation == "xla" else _batched(call)
+    whole = functools.partial(_run, call) if call.implementation == "xla" else _batched(call)
+    return functools.partial(_in_chunks, call, whole)
+
+
+def _in_chunks(call: PlannedCall, whole: Callable[[MatmulInputs], MatmulResult], inputs: MatmulInputs) -> MatmulResult:
+    """whole(inputs), in chunks of rows if the memory requires it."""
+    rows = inputs.x.shape[0] if inputs.x.ndim >= inputs.w.ndim and not call.options.transpose_x else 1
+    of_rows = {name: getattr(inputs, name) for name in BY_ROWS if getattr(inputs, name) is not None}
+    is_splittable = call.options.scaling is None and all(x.ndim > 0 and x.shape[0] == rows for x in of_rows.values())
+    if not is_splittable or not isinstance(rows, int) or rows <= 1:
+        return whole(inputs)
+    size = (
+        math.prod(inputs.x.shape[: inputs.x.ndim - inputs.w.ndim + 1])
+        * inputs.w.shape[0 if call.options.transpose_w or call.options.low_bit is not None else -1]
+    )
+    sums = 0.0 if call.implementation != "xla" else 4.0 * size * (1 if inputs.w_up is None else 2)
+    need = Need(kept=4.0 * size, temporary=sums, most=rows, axes="rows")
+    part = lambda rows: inputs._replace(**{name: x[rows] for name, x in of_rows.items()})
+    return chunks.by_rows(call_name(inputs), need, inputs.x, lambda rows: whole(part(rows)), is_partitioned())
+
+
+def call_name(inputs: MatmulInputs) -> str:
+    """The op of a call, in messages."""
+    return "gated_matmul" if inputs.is_gated else "matmul"
 
 
 def _run(call: PlannedCall, inputs: MatmulInputs) -> MatmulResult:

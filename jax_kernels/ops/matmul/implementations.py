@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_kernels.chunks import Need
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.ops import unsupported
@@ -231,5 +232,15 @@ def _order(request: MatmulRequest) -> tuple[tuple[str, ...], str]:
     return block_specs.matmul_order(request.device.compute_capability, rows=request.m, columns=request.n)
 
 
-OP = PlannedOp("matmul", IMPLEMENTATIONS, _order)
-GATED = PlannedOp("gated_matmul", IMPLEMENTATIONS, _order)
+def _need(request: MatmulRequest, name: str) -> Need:
+    """The memory of a call, for its plan: plain JAX sums in float32 arrays of out's size."""
+    is_whole = request.scaling is not None or request.transpose_x or not isinstance(request.m, int) or request.m < 2
+    if is_whole or not isinstance(request.n, int):
+        return Need(kept=0, temporary=0, most=1, axes="rows")
+    size = 4.0 * request.m * request.n
+    temporary = size * (2 if request.is_gated else 1) if name == "xla" else 0.0
+    return Need(kept=size, temporary=temporary, most=request.m, axes="rows")
+
+
+OP = PlannedOp("matmul", IMPLEMENTATIONS, _order, _need)
+GATED = PlannedOp("gated_matmul", IMPLEMENTATIONS, _order, _need)

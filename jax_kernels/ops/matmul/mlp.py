@@ -1,6 +1,7 @@
 """The op mlp: a feed-forward block. Its backward takes the activation's derivative in the epilogue of a matmul."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jax_kernels import chunks
+from jax_kernels.chunks import Need
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import derivative_of
@@ -17,6 +20,7 @@ from jax_kernels.ops.matmul.checks import ROUNDED, check_gated, checked_bias, ch
 from jax_kernels.ops.matmul.implementations import GATED, MatmulRequest
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp
 from jax_kernels.ops.sharding.explicit_axes import as_product, with_explicit_axes
+from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.quantization import QuantizedArray
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
@@ -29,7 +33,17 @@ RESIDUALS = "mlp_gate", "mlp_up"  # names for policies of jax.checkpoint: result
 
 PRECISIONS = (None, "fp32", "tf32")  # the precisions of matmul that mlp supports
 
-MLP = PlannedOp("mlp", GATED.implementations, GATED.order)
+
+def _need(request: MatmulRequest, name: str) -> Need:
+    """The memory of an undifferentiated call, for its plan: its hidden values are temporary."""
+    if not isinstance(request.m, int) or request.m < 2:
+        return Need(kept=0, temporary=0, most=1, axes="rows")
+    itemsize = 4 if request.dtype == "float32" else 2
+    kept = 2.0 * request.m * request.k * itemsize
+    return Need(kept=kept, temporary=1.0 * request.m * request.n * itemsize, most=request.m, axes="rows")
+
+
+MLP = PlannedOp("mlp", GATED.implementations, GATED.order, _need)
 
 
 class MlpInputs(NamedTuple):
@@ -187,7 +201,22 @@ def _planned(call: PlannedCall, inputs: MlpInputs) -> jax.Array:
 
 
 def _out(call, inputs):
-    return _down(call, inputs, gradients.batched(call)(inputs.first).out)
+    """out [..., N]; in chunks of rows if the hidden values of all rows do not fit the memory."""
+    x, residual = inputs.first.x, inputs.residual
+    whole = lambda inputs: _down(call, inputs, gradients.batched(call)(inputs.first).out)
+    if x.ndim < 2 or not isinstance(x.shape[0], int) or x.shape[0] == 0:
+        return whole(inputs)
+
+    def part(rows: slice) -> jax.Array:
+        if rows == slice(None):
+            return whole(inputs)
+        first = inputs.first._replace(x=x[rows])
+        return whole(inputs._replace(first=first, residual=None if residual is None else residual[rows]))
+
+    hidden = inputs.down.shape[1 if call.options.transpose_w else 0]
+    size = math.prod(x.shape[:-1]) * hidden * x.dtype.itemsize
+    need = Need(kept=2.0 * x.size * x.dtype.itemsize, temporary=1.0 * size, most=x.shape[0], axes="rows")
+    return chunks.by_rows("mlp", need, x, part, is_partitioned())
 
 
 def _down(call: PlannedCall, inputs: MlpInputs, hidden: jax.Array) -> jax.Array:

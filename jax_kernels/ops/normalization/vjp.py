@@ -5,9 +5,12 @@ from typing import Any
 
 import jax
 
+from jax_kernels import chunks
+from jax_kernels.chunks import Need
 from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormResult
 from jax_kernels.ops.normalization.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.planned_op import PlannedCall
+from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.quantization import QuantizedArray
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.promotion import under_defaults
@@ -43,8 +46,18 @@ def _results(call, inputs):
 
 
 def _forward(call: PlannedCall, inputs: NormInputs) -> NormResult:
-    implementation = IMPLEMENTATIONS[call.implementation]
-    return implementation.forward(inputs, call.options, config=call.config, interpret=call.interpret)
+    """The NormResult of the call's implementation; in chunks of rows, if it ran out of memory."""
+    forward = IMPLEMENTATIONS[call.implementation].forward
+    rows = {name: x for name in ("x", "residual") if (x := getattr(inputs, name)) is not None}
+
+    def part(of: slice) -> NormResult:
+        given = inputs if of == slice(None) else inputs._replace(**{name: x[of] for name, x in rows.items()})
+        return forward(given, call.options, config=call.config, interpret=call.interpret)
+
+    length = inputs.x.shape[0] if inputs.x.ndim > 1 and isinstance(inputs.x.shape[0], int) else 1
+    need = Need(kept=0, temporary=0, most=length, axes="rows")
+    name = "layer_norm" if call.options.is_centred else "rms_norm"
+    return chunks.by_rows(name, need, inputs.x, part, is_partitioned())
 
 
 @under_defaults
