@@ -105,7 +105,7 @@ def measure(case: TrainCase) -> dict[str, Any]:
     if case.curve:
         from harness.train_curve import losses_of
 
-        return losses_of(case)
+        return losses_of(case, config_of(case))
     build = _llama_run if case.name in LLAMA else _transformer_run
     activity = _device_activity() if case.has_profile else None
     start = time.perf_counter()

@@ -1,10 +1,7 @@
 """The loss curve of one contender of benchmarks/train.py, on the text that `jax-kernels demo` takes."""
 
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from harness.train_cases import TrainCase
+from typing import Any
 
 __all__ = ["losses_of"]
 
@@ -13,17 +10,17 @@ HELD_OUT, LAST = 20, 50
 LEARNING_RATE, WARMUP = 1e-3, 0.05
 
 
-def losses_of(case: "TrainCase") -> dict[str, Any]:
+def losses_of(case: Any, config: Any) -> dict[str, Any]:
     """The row of a contender: its losses in nats per byte, step by step, by Trainer on the .py files of Python.
 
     The batches, the initial parameters and the schedule (AdamW, a linear warm-up over 5 % of the steps, then a cosine)
-    depend on the case's sizes alone, so that contenders differ in their arithmetic only.
+    depend on the case's sizes alone, so that contenders differ in their arithmetic only. case: a TrainCase. config: its
+    TransformerConfig.
     """
     import jax
     import numpy as np
     import optax
 
-    from harness.train_cases import config_of
     from jax_kernels.cli.demo.data import standard_library_files
     from jax_kernels.models import TokenBatches, Trainer, make_mesh, read_text
 
@@ -32,7 +29,7 @@ def losses_of(case: "TrainCase") -> dict[str, Any]:
     mesh = make_mesh(case.axes or {"data": 1})
     steps, warmup = case.curve, max(1, round(WARMUP * case.curve))
     schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, warmup, max(steps, warmup + 1))
-    trainer = Trainer(config_of(case), optax.adamw(schedule, b2=0.95, weight_decay=0.1), mesh=mesh)
+    trainer = Trainer(config, optax.adamw(schedule, b2=0.95, weight_decay=0.1), mesh=mesh)
     batch, length = case.shape
     seen, held_out = (TokenBatches(part, length, batch, mesh=mesh) for part in (text[:cut], text[cut:]))
     found: list[Any] = []

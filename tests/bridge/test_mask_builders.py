@@ -28,6 +28,10 @@ def same_segment(b, h, q, k, ids):
     return ids[b, q] == ids[b, k]
 
 
+def parameters(function):
+    return [(x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()]
+
+
 def test_names_and_signatures_match_jax_masks():
     public = lambda module: {name for name in vars(module) if not name.startswith("_")}
     folder = {name for name, x in vars(of_jax).items() if inspect.ismodule(x)}
@@ -36,7 +40,7 @@ def test_names_and_signatures_match_jax_masks():
     assert ours == public(of_jax) - folder
     for name in ours:
         if inspect.isfunction(getattr(of_jax, name)):
-            assert inspect.signature(getattr(masks, name)) == inspect.signature(getattr(of_jax, name))
+            assert parameters(getattr(masks, name)) == parameters(getattr(of_jax, name))
             assert getattr(masks, name).__doc__
     assert bridge.masks is masks
 
