@@ -121,10 +121,10 @@ def test_a_limit_gives_chunks_and_the_plan_says_so():
 
 
 def test_the_devices_memory_is_the_limit():
-    """Plain JAX's scores of one query of each head take 4.3 GB. An RTX 4080 has no room for three such arrays."""
-    query = jax.ShapeDtypeStruct((256, 64, 64, 64), jnp.bfloat16)
+    """The arrays take 8.6 GB, and float32 arrays of their size 17 GB more, too much for an RTX 4080."""
+    query = jax.ShapeDtypeStruct((256, 1024, 64, 64), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((256, 65536, 1, 64), jnp.bfloat16)
-    call = lambda device: explain(flash_attention, query, key, key, implementation="xla", device=device).chunks
+    call = lambda device: explain(flash_attention, query, key, key, implementation="cudnn", device=device).chunks
     assert call("4080") is not None
     assert call("h200") is None
 

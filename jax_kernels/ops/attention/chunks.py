@@ -13,7 +13,7 @@ from jax_kernels.chunks import Need
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionResult
 from jax_kernels.masks import Mask
 from jax_kernels.ops.sharding.partitioning import is_partitioned
-from jax_kernels.reference.attention import CHUNK_BYTES
+from jax_kernels.reference.attention_chunks import CHUNK_BYTES
 
 __all__ = ["backward_in_chunks", "forward_in_chunks", "need_of_request"]
 
@@ -48,8 +48,9 @@ def _need_of(
     of_query = batch * rows * heads * (head_dim + v_head_dim) * itemsize
     of_key = batch * columns * kv_heads * (head_dim + v_head_dim) * itemsize
     if name == "xla":
-        row = _FLOAT32 * batch * heads * columns
-        temporary = 3.0 * min(row * rows, max(CHUNK_BYTES, row))  # scores, weights, and their cotangents
+        temporary = 3.0 * min(
+            _FLOAT32 * batch * heads * columns * rows, CHUNK_BYTES
+        )  # scores, weights, and their cotangents
     elif name == "cudnn":
         temporary = float(mask_bytes) + _FLOAT32 / itemsize * (of_query + of_key)
     else:  # copies with padded head_dims, the mask's bits, and float32 gradients of query

@@ -258,7 +258,8 @@ CASES = {
 }
 # Functions without options whose values a cached call could confuse; test_flash_attn_kvcache.py has the cache's.
 LEFT_OUT = {
-    "QuantizedTensor", "analyze", "benchmark_implementations", "cache_info", "clear_cache", "compile_attention", "dequantize",
+    "QuantizedTensor", "analyze", "benchmark_implementations", "cache_info", "clear_cache", "compile_attention",
+    "dequantize",
     "device_info", "explain", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "from_jax",
     "initialize_distributed", "linear", "memory_report", "prepare_mask", "quantize_weights",
