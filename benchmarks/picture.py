@@ -123,7 +123,7 @@ def panels(attention: pathlib.Path, sparse: pathlib.Path, ring: pathlib.Path) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", type=pathlib.Path, default=RESULTS / "attention-h200.json")
+    parser.add_argument("--attention", type=pathlib.Path, default=RESULTS / "attention-fa4-h200.json")
     parser.add_argument("--sparse", type=pathlib.Path, default=RESULTS / "sparse-h200.json")
     parser.add_argument("--ring", type=pathlib.Path, default=RESULTS / "ring-h100-x4.json")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "readme.png")

@@ -60,13 +60,22 @@ def one(rows: Sequence[dict[str, Any]], /, **wanted: Any) -> dict[str, Any]:
     return found[0]
 
 
-def attention(rows: Sequence[dict[str, Any]], mode: str) -> Values:
-    """TFLOP/s and speed over cuDNN, full and causal, at 8192 tokens."""
+def attention(rows: Sequence[dict[str, Any]]) -> Values:
+    """TFLOP/s of the forward and its speed over cuDNN, full and causal, at 8192 tokens."""
     found: Values = {}
     for kind, causal in (("full", False), ("causal", True)):
-        case = {"seq": 8192, "head_dim": 128, "kv_heads": 16, "causal": causal, "mode": mode}
+        case = {"seq": 8192, "head_dim": 128, "kv_heads": 16, "causal": causal, "mode": "fwd"}
         ours = one(rows, contender="mosaic_gpu", **case)
         found |= {kind: ours["tflops"], f"{kind}_ratio": ours["ratios"]["jax-cudnn"]}
+    return found
+
+
+def over_fa4(rows: Sequence[dict[str, Any]], **case: Any) -> Values:
+    """TFLOP/s of the forward and the backward, and their speed over FlashAttention-4."""
+    found: Values = {}
+    for mode in ("fwd", "bwd"):
+        ours, fa4 = (one(rows, contender=name, mode=mode, **case) for name in ("mosaic_gpu", "fa4"))
+        found |= {mode: ours["tflops"], f"{mode}_ratio": fa4["median_ms"] / ours["median_ms"]}
     return found
 
 
@@ -154,15 +163,15 @@ LINES = (
         measured="{full:.0f}; {causal:.0f} TFLOP/s",
         speed="{full_ratio:.2f}; {causal_ratio:.2f} times cuDNN's",
         file="attention-h200.json",
-        values=functools.partial(attention, mode="fwd"),
+        values=attention,
     ),
     Line(
-        call="backward; causal",
+        call="causal forward; backward",
         shape="the same",
-        measured="{full:.0f}; {causal:.0f} TFLOP/s",
-        speed="{full_ratio:.2f}; {causal_ratio:.2f} times cuDNN's",
-        file="attention-h200.json",
-        values=functools.partial(attention, mode="bwd"),
+        measured="{fwd:.0f}; {bwd:.0f} TFLOP/s",
+        speed="{fwd_ratio:.2f}; {bwd_ratio:.2f} times FlashAttention-4's",
+        file="attention-fa4-h200.json",
+        values=functools.partial(over_fa4, head_dim=128, causal=True),
     ),
     Line(
         call="forward with a mask that keeps 0.09 of the blocks",
@@ -179,6 +188,14 @@ LINES = (
         speed="{ratio:.2f} times FlexAttention's",
         file="sparse-triton-h100.json",
         values=sparse,
+    ),
+    Line(
+        call="forward; backward, with values of 128",
+        shape="2 x 8192 tokens, 16 heads of 192",
+        measured="{fwd:.0f}; {bwd:.0f} TFLOP/s",
+        speed="{fwd_ratio:.2f}; {bwd_ratio:.2f} times FlashAttention-4's",
+        file="head-dims-fa4-h200.json",
+        values=functools.partial(over_fa4, head_dim=192, value_head_dim=128, causal=False),
     ),
     Line(
         call="dilated attention, forward",
