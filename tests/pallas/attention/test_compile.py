@@ -16,6 +16,7 @@ from tests.tools.compile_budget import GPUS, ROWS, planned
 from tests.tools.compile_case import TIMEOUT, Spec, compile_spec
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
+MOST_MOSAIC_SPILLS = 64  # bytes stored and loaded, with a reason, outside of the loop over blocks
 
 
 def figures(report):
@@ -69,7 +70,7 @@ def test_row(entry):
     for kernel, found in got.items():
         if spec.implementation == "mosaic_gpu" and not kernel.endswith("_triton"):
             assert found["notes"] == [], kernel
-            assert found["spills"] == 0, kernel
+            assert found["spills"] <= (MOST_MOSAIC_SPILLS if why else 0), kernel
         assert (budget[kernel]["spills"] == 0 and budget[kernel]["notes"] == []) or why, "spills need a reason"
         for figure in ("registers", "spills", "shared_memory"):
             assert found[figure] <= budget[kernel][figure], (kernel, figure)
