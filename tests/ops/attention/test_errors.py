@@ -337,10 +337,10 @@ def test_unknown_implementation_lists_the_known_ones():
         flash_attention(**GOOD, implementation="flash")
 
 
-@pytest.mark.parametrize("name", ["is_causal", "return_lse", "deterministic", "scale"])
+@pytest.mark.parametrize("name", ["is_causal", "return_lse", "deterministic"])
 def test_traced_value_for_a_static_argument(name):
     with pytest.raises(TypeError, match=rf"{name}: got \w*Tracer, want"):
-        jax.jit(lambda flag: flash_attention(**GOOD, **{name: flag}))(True if name != "scale" else 1.0)
+        jax.jit(lambda flag: flash_attention(**GOOD, **{name: flag}))(True)
 
 
 def test_meaningless_argument():
