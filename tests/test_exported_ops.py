@@ -16,6 +16,7 @@ from jax_kernels.cli.ops import OPS
 ROOT = Path(__file__).parents[1]
 # Exported functions that are no ops, with the reason.
 NOT_OPS = {
+    "analyze": "lists the ops of a function",
     "benchmark_implementations": "times calls",
     "compile_attention": "prepares a mask and plans flash_attention for it",
     "compile_kernels": "compiles a function",
@@ -26,6 +27,7 @@ NOT_OPS = {
     "explain": "returns plans",
     "hilbert_order": "NumPy",
     "invert_order": "NumPy",
+    "memory_limit": "limits the memory of calls",
     "prepare_mask": "makes the block lists of a mask",
     "quantize": "plain JAX",
     "quantize_fp8": "plain JAX",
