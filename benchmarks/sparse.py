@@ -64,10 +64,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.1, budget=540)
     parser.add_argument("--pattern", default=",".join(OF_SPARSITY), help=f"comma list of {', '.join(PATTERNS)}")
     parser.add_argument("--sparsity", default="0.5,0.75,0.9", help="comma list, each from 0 to below 1")
-    told = "keys of a query in the patterns causal-window and causal-prefix, including its own"
-    parser.add_argument("--window", type=command_line.positive(int), default=1024, help=told)
-    told = "first keys that every query of the pattern causal-prefix sees"
-    parser.add_argument("--prefix", type=command_line.positive(int), default=64, help=told)
+    text = "keys of a query in the patterns causal-window and causal-prefix, including its own"
+    parser.add_argument("--window", type=command_line.positive(int), default=1024, help=text)
+    text = "first keys that every query of the pattern causal-prefix sees"
+    parser.add_argument("--prefix", type=command_line.positive(int), default=64, help=text)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--num-heads", type=int, default=16)
@@ -133,15 +133,15 @@ def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[I
 
     if pattern.window is None:
         array = torch.from_dlpack(keep.astype(jnp.uint8)).bool()
-        rule, told = lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx], "array"
+        rule, source = lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx], "array"
     else:
         sizes = (*pattern.window, pattern.tokens, pattern.prefix)
-        rule, told = lambda b, h, q_idx, kv_idx: _window_rule(*sizes, q_idx, kv_idx), "rule"
+        rule, source = lambda b, h, q_idx, kv_idx: _window_rule(*sizes, q_idx, kv_idx), "rule"
     block_mask = create_block_mask(rule, None, None, case.seq, case.seq, device="cuda", BLOCK_SIZE=BLOCK)
     flex = torch_contenders.flex(case, block_mask=block_mask, backend=backend)
     tensors = torch_contenders.tensors(sets, flex.heads_first)
     call = torch_contenders.in_mode(flex.function, case.mode, tensors, flex.heads_first)
-    return Built(call, f"torch.compile(flex_attention), {backend}, block mask from the {told}")
+    return Built(call, f"torch.compile(flex_attention), {backend}, block mask from the {source}")
 
 
 def _window_rule(left: int, right: int, tokens: int, prefix: int, q_idx: Any, kv_idx: Any) -> Any:

@@ -127,13 +127,13 @@ def grid(
     row, _ = attention_row(
         (9, 0), implementation, head_dim=widest, v_head_dim=value_head_dim, bits=16, is_causal=causal
     )
-    standing = row.forward if direction == "fwd" else row.backward
+    blocks = row.forward if direction == "fwd" else row.backward
     listed = None
     if implementation == "mosaic_gpu":
-        listed = head_dims.configs(standing, direction, causal, (head_dim, value_head_dim))
+        listed = head_dims.configs(blocks, direction, causal, (head_dim, value_head_dim))
     if listed is None:
         listed = _listed(implementation, direction, widest, causal)
-    return list(dict.fromkeys([standing, *listed]))
+    return list(dict.fromkeys([blocks, *listed]))
 
 
 def _listed(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:

@@ -50,10 +50,10 @@ CONTENDERS = "products,scan-products,xla-products,attention,all,none,plain-produ
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__)
     parser.add_argument("--contenders", default=CONTENDERS, help="comma list; '' for only the meshes")
-    told = "further meshes, such as data=2, for the first contender, or for products; or CONTENDER:data=2"
-    parser.add_argument("--meshes", nargs="*", default=[], help=told)
-    told = "JSON files of earlier runs on the same machine, whose rows come first"
-    parser.add_argument("--after", nargs="*", type=pathlib.Path, default=[], help=told)
+    text = "further meshes, such as data=2, for the first contender, or for products; or CONTENDER:data=2"
+    parser.add_argument("--meshes", nargs="*", default=[], help=text)
+    text = "JSON files of earlier runs on the same machine, whose rows come first"
+    parser.add_argument("--after", nargs="*", type=pathlib.Path, default=[], help=text)
     for name, default in (("batch", 2), ("seq-len", 8192), ("layers", 18), ("width", 2048), ("heads", 16)):
         parser.add_argument(f"--{name}", type=command_line.positive(int), default=default)
     parser.add_argument("--mlp", type=command_line.positive(int), default=5632)
@@ -63,12 +63,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=command_line.positive(int), default=8, help="steps of one turn")
     parser.add_argument("--rounds", type=command_line.positive(int), default=3, help="turns")
     parser.add_argument("--limit", type=command_line.positive(float), default=60, help="seconds for one contender")
-    told = "seconds after which no more work begins"
-    parser.add_argument("--budget", type=command_line.positive(float), default=400, help=told)
-    told = "time the kernels of the first GPU in an extra turn, by CUPTI: profile_ms of the rows"
-    told = "steps of training on real text, whose losses are the result, instead of times"
-    parser.add_argument("--curve", type=command_line.positive(int), default=None, help=told)
-    parser.add_argument("--profile", action="store_true", help=told)
+    text = "seconds after which no more work begins"
+    parser.add_argument("--budget", type=command_line.positive(float), default=400, help=text)
+    text = "steps of training on real text, whose losses are the result, instead of times"
+    parser.add_argument("--curve", type=command_line.positive(int), default=None, help=text)
+    text = "time the kernels of the first GPU in an extra turn, by CUPTI: profile_ms of the rows"
+    parser.add_argument("--profile", action="store_true", help=text)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = "skipped" if reason.startswith("the time budget") else "failed" if reason else "ok"
             row |= {"status": status, "reason": reason} | (found or {})
         results["rows"].append(row)
-        say(f"{case.label}: {row['reason'] or told(row)}")
+        say(f"{case.label}: {row['reason'] or findings(row)}")
         report.write_json(args.output, results)
     console = Console(width=160)
     console.print(curves(results["rows"]) if args.curve else table(results["rows"]))
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report.exit_status(row["status"] for row in results["rows"])
 
 
-def told(row: dict[str, Any]) -> str:
+def findings(row: dict[str, Any]) -> str:
     if "losses" in row:
         return f"{row['steps']} steps in {row['seconds']:.0f} s, loss {row['loss']:.4f}"
     said = f"{row['median_ms']:.1f} ms a step, first {row['first_s']:.1f} s, loss {row['loss']:.3f}"

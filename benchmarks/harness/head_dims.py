@@ -80,8 +80,8 @@ CHANGES: dict[str, dict[tuple[int, int], tuple[dict[str, Any], ...]]] = {
 HEAD_GROUPS, STAGGERS = (1, 2, 4, 8, 16), (0, 3, 5, 7)
 
 
-def configs(standing: Any, direction: str, causal: bool, head_dims: tuple[int, int]) -> list[Any] | None:
-    """The configs to try for (head_dim, value_head_dim), each with other blocks or another order than `standing`, the
+def configs(blocks: Any, direction: str, causal: bool, head_dims: tuple[int, int]) -> list[Any] | None:
+    """The configs to try for (head_dim, value_head_dim), each with other fields than `blocks`, the
     row's; None if the table has none.
     """
     if head_dims not in CHANGES[direction]:
@@ -92,4 +92,4 @@ def configs(standing: Any, direction: str, causal: bool, head_dims: tuple[int, i
     elif not causal:
         orders += [{"q_loop_stagger": stagger} for stagger in STAGGERS]
     changes = itertools.chain(CHANGES[direction][head_dims], orders)
-    return [dataclasses.replace(standing, **fields) for fields in changes]
+    return [dataclasses.replace(blocks, **fields) for fields in changes]

@@ -64,19 +64,19 @@ def analyze(
         function(*args, **kwargs)
     if not calls:
         raise ValueError(f"function: got {function!r}, which calls no op of jax_kernels.bridge outside of a graph")
-    place = calls[0].device
-    here = device_info(place)
+    tensors_device = calls[0].device
+    here = device_info(tensors_device)
     given = device_info(device) if isinstance(device, torch.device) else device
     info = here if given is None else dispatch.device_info(given)
     if (measure or check) and info != here:
         raise ValueError(f"device: got {info.name}, want {here.name} or None with measure or check: times are of here")
     timer = timers.choose() if measure or check else None
-    with planning_device.planning_on(place), dispatch.on_device(info):
+    with planning_device.planning_on(tensors_device), dispatch.on_device(info):
         traced = trace_of(calls)
         analysis = analysis_of(traced, info, timer=timer, measure=measure, check=check, seconds=seconds)
     if not measure:
         return analysis
-    readings = milliseconds_of(lambda: function(*args, **kwargs), place, seconds)
+    readings = milliseconds_of(lambda: function(*args, **kwargs), tensors_device, seconds)
     return with_total(analysis, statistics.median(readings))
 
 

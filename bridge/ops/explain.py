@@ -159,21 +159,21 @@ def _takes_implementation(op: Callable[..., Any]) -> bool:
     return any(x.name == "implementation" or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
-def milliseconds_of(call: Callable[[], None], place: torch.device, seconds: float) -> list[float]:
+def milliseconds_of(call: Callable[[], None], device: torch.device, seconds: float) -> list[float]:
     """Returns readings of the milliseconds of one call. Each is the mean of a queue of calls; all take `seconds`."""
-    once = _queued(call, place, 2)
+    once = _queued(call, device, 2)
     calls = max(2, min(1000, int(seconds * 1e3 / max(once, 1e-3) / _READINGS)))
-    return [_queued(call, place, calls) for _ in range(_READINGS)]
+    return [_queued(call, device, calls) for _ in range(_READINGS)]
 
 
-def _queued(call: Callable[[], None], place: torch.device, calls: int) -> float:
+def _queued(call: Callable[[], None], device: torch.device, calls: int) -> float:
     """Returns the milliseconds of one call, averaged over this number of calls: on a GPU by CUDA events."""
-    if place.type != "cuda":
+    if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         return (time.perf_counter() - begin) / calls * 1e3
-    with torch.cuda.device(place):
+    with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()

@@ -105,8 +105,8 @@ def run(
         record = {"settings": kept, "mesh": dict(mesh.shape), "processes": jax.process_count(), "losses": losses}
         if is_first and (begun < settings["steps"] or not has_record(out / "train.json", losses)):
             write_record(out / "train.json", record, trainer)
-            told = f"{out / 'train.json'}, {out / 'loss.png'}"
-            say(f"wrote {told}, and the checkpoint of step {trainer.step} to {folder}", flush=True)
+            files = f"{out / 'train.json'}, {out / 'loss.png'}"
+            say(f"wrote {files}, and the checkpoint of step {trainer.step} to {folder}", flush=True)
         elif is_first:
             say(f"{out / 'train.json'} has its losses, {folder} the checkpoint of step {trainer.step}", flush=True)
     finally:
@@ -257,6 +257,6 @@ def end_unsaved(trainer: Trainer, got: str) -> NoReturn:
 
 def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises ValueError if a checkpoint's settings, `before`, differ from this run's, `now`, except in save_every."""
-    told = [f"{name} {x}" for name, x in before.items() if name != "save_every" and now.get(name) != x]
-    if told:
-        raise ValueError(f"--out: the checkpoint there was trained with {', '.join(told)}; give another folder")
+    changed = [f"{name} {x}" for name, x in before.items() if name != "save_every" and now.get(name) != x]
+    if changed:
+        raise ValueError(f"--out: the checkpoint there was trained with {', '.join(changed)}; give another folder")

@@ -285,9 +285,9 @@ def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: An
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        told = TypeError(f"{op} {error}")
-        add_hint(told, function)
-        raise told from None
+        renamed = TypeError(f"{op} {error}")
+        add_hint(renamed, function)
+        raise renamed from None
     bound.apply_defaults()
     return dict(bound.arguments)
 

@@ -271,7 +271,7 @@ def quantize_weights(
     quantize(jnp.zeros((2, 2)), **options)  # raises if an option is wrong, before any module is replaced
     found = list(_modules(model, (), set()))
     kept = _Skipped(skip, [path for path, *_ in found])
-    places = []
+    conversions = []
     for path, parent, name, module in found:
         if kept.has(path) or not isinstance(module, _QUANTIZED) or isinstance(parent, GatedMLP):
             continue
@@ -280,12 +280,12 @@ def quantize_weights(
         make = next(make for kind, make in _MAKERS.items() if isinstance(module, kind))
         converted = make(path, module, kept, options)
         if converted is not None:
-            places.append((parent, name, module, converted))
+            conversions.append((parent, name, module, converted))
     _check_all_found(model, found)
-    if not places:
+    if not conversions:
         raise ValueError("model: got no Linear or GatedMLP outside skip, want at least one")
     done: dict[int, Any] = {}  # a shared module stays shared
-    for parent, name, module, convert in reversed(places):  # a module after the modules inside it
+    for parent, name, module, convert in reversed(conversions):  # a module after the modules inside it
         if id(module) not in done:
             done[id(module)] = convert()
         setattr(parent, name, done[id(module)])

@@ -137,8 +137,8 @@ def test_float16_scales_the_loss_and_skips_steps(tmp_path, capsys, monkeypatch, 
     assert bool(skipped) == (scale is not None)
     assert skipped == list(range(len(skipped)))
     assert losses[-1] < 0.6 * next(x for x in losses if x is not None)
-    told = f"skipped {len(skipped)} of 40 steps, whose gradients were not finite in float16"
-    assert (told in capsys.readouterr().out) == bool(skipped)
+    message = f"skipped {len(skipped)} of 40 steps, whose gradients were not finite in float16"
+    assert (message in capsys.readouterr().out) == bool(skipped)
 
 
 def test_progress_of_a_file_has_rate_and_time(folder, tmp_path, capsys):

@@ -151,10 +151,10 @@ def test_attention_is_tried_again(monkeypatch, direction):
     table = of_attention.IMPLEMENTATIONS
     step = jax.value_and_grad(lambda q: (flash_attention(q, KEY, VALUE, is_causal=True) * OF_OUT).sum())
     want = step(QUERY)
-    with out_of_memory(monkeypatch, table, "query", QUERY.size // 4, direction), pytest.warns(RuntimeWarning) as told:
+    with out_of_memory(monkeypatch, table, "query", QUERY.size // 4, direction), pytest.warns(RuntimeWarning) as warned:
         check(step(QUERY), want)
     of = "flash_attention" if direction == "forward" else "flash_attention's backward"
-    assert [str(x.message) for x in told][-1] == (
+    assert [str(x.message) for x in warned][-1] == (
         f"{of}: out of memory for query [2, 12, 4, 8] and key [2, 20, 2, 8] in float32; "
         "the call is tried again in 4 chunks"
     )

@@ -177,8 +177,8 @@ def _joined(parts: Sequence[Any], pieces: Sequence[_Piece], axes: Sequence[str |
 def _is_summed(pieces: Sequence[_Piece], axes: Sequence[str | None], shape: Sequence[int]) -> bool:
     """Whether several pieces add to the same part of an array."""
     named = [name for size, name in zip(shape, axes, strict=False) if name is not None and size > 1]
-    places = {tuple((getattr(piece, name).start, getattr(piece, name).stop) for name in named) for piece in pieces}
-    return len(places) < len(pieces)
+    ranges = {tuple((getattr(piece, name).start, getattr(piece, name).stop) for name in named) for piece in pieces}
+    return len(ranges) < len(pieces)
 
 
 def tried_again[Result](op: str, call: Any, inputs: AttentionInputs, run: Callable[[], Result]) -> Result:

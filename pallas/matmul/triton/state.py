@@ -211,11 +211,11 @@ class Tile(NamedTuple):
 
         leading: indices of the array's axes before its rows.
         """
-        exists, place = self.exists, (self.rows.slice, self.columns.slice)
+        exists, index = self.exists, (self.rows.slice, self.columns.slice)
         other = None if exists is None else jnp.zeros((), ref.dtype)
         if isinstance(self.rows, Gathered):  # Pallas takes no mixture of slices and indices
-            place = self.rows.slice[:, None], (self.columns.start + iota(self.columns.size))[None]
-        return plgpu.load(ref.at[(*leading, *place)], mask=exists, other=other)
+            index = self.rows.slice[:, None], (self.columns.start + iota(self.columns.size))[None]
+        return plgpu.load(ref.at[(*leading, *index)], mask=exists, other=other)
 
     def load_columns(self, ref: Ref) -> jax.Array:
         """Loads this part's columns of an array with one value per column, as [1, columns] float32, 0 past its end."""

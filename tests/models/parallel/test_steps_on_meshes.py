@@ -57,8 +57,8 @@ def losses_of(outer, spec):
 
     want = jax.value_and_grad(plain, (0, 1))(x, w)
     mesh = jax.make_mesh((2, 4), ("d", "t"), (jax.sharding.AxisType.Auto,) * 2)
-    place = lambda y, spec: jax.device_put(y, jax.NamedSharding(mesh, spec))
-    given = place(x, spec), place(w, jax.P()), place(targets, spec)
+    sharded = lambda y, spec: jax.device_put(y, jax.NamedSharding(mesh, spec))
+    given = sharded(x, spec), sharded(w, jax.P()), sharded(targets, spec)
     total = lambda x, w, targets: linear_cross_entropy(x, w, targets, chunk=48).sum()
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.value_and_grad(total, (0, 1))).lower(*given).compile()
@@ -78,9 +78,9 @@ def reduced_on(axes):
         lambda x, w, t, c: (c * linear_cross_entropy(x, w, t, **options)).sum(), (0, 1)
     )(x, w, targets, weights)  # fmt: skip
     mesh, rules = make_mesh(axes), ShardingRules()
-    place = lambda y, *names: jax.device_put(y, jax.NamedSharding(mesh, rules.spec(names, y.shape, mesh)))
+    sharded = lambda y, *names: jax.device_put(y, jax.NamedSharding(mesh, rules.spec(names, y.shape, mesh)))
     tokens = "batch", "tokens"
-    given = place(x, *tokens), place(w, "vocab", "embed"), place(targets, *tokens), place(weights, *tokens)
+    given = sharded(x, *tokens), sharded(w, "vocab", "embed"), sharded(targets, *tokens), sharded(weights, *tokens)
     total = lambda x, w, t, c: linear_cross_entropy(x, w, t, weights=c, reduction="sum", chunk=24, **options)
     with jax.set_mesh(mesh):
         shardings = None, (given[0].sharding, given[1].sharding)

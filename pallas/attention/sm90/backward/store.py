@@ -113,31 +113,31 @@ class Store:
         traits, dv_gmem, v_tiles = self.kernel.traits, self.kernel.results.dvalue, self.kernel.traits.v_tiles
         b, kv_head, kv_index = self.kernel.block(recomputed(self.tile))
         key_group, half = self.key_group, self.half
-        place = b, pl.ds(kv_index * traits.block_kv + 64 * key_group, 64), kv_head
+        index = b, pl.ds(kv_index * traits.block_kv + 64 * key_group, 64), kv_head
         dtype = dv_gmem.dtype
         if traits.options.float32_gradients:
             plgpu.barrier_wait(self.last_read)
-            of_value = b + dv_gmem.shape[0] // 2, *place[1:]
+            of_value = b + dv_gmem.shape[0] // 2, *index[1:]
             self._store_float32(dv, dv_gmem, *of_value, of_value=True)
-            self._store_float32([part * traits.options.scale for part in dk], self.kernel.results.dkey, *place)
+            self._store_float32([part * traits.options.scale for part in dk], self.kernel.results.dkey, *index)
             return
         if traits.splits_columns or self.v_smem is None:
             plgpu.barrier_wait(self.last_read)
         if self.v_smem is None:
-            self._store_through_keys([part.astype(dtype) for part in dv], dv_gmem, *place)
+            self._store_through_keys([part.astype(dtype) for part in dv], dv_gmem, *index)
         else:
             v_smem = TileRefs(*(smem.at[key_group, half] for smem in self.v_smem))
             for c in range(v_tiles.count):
                 v_smem.mma.at[c][...] = _columns(dv, v_tiles.width * c, v_tiles.width).astype(dtype)
             plgpu.commit_smem()
-            target = dv_gmem.at[*place, pl.ds(half * traits.v_width, traits.v_width)]
+            target = dv_gmem.at[*index, pl.ds(half * traits.v_width, traits.v_width)]
             v_tiles.store(v_smem.tma, target)
         if not traits.splits_columns and self.v_smem is not None:
             plgpu.barrier_wait(self.last_read)
         dk = [(part * traits.options.scale).astype(dtype) for part in dk]
         if self.v_smem is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self._store_through_keys(dk, self.kernel.results.dkey, *place)
+        self._store_through_keys(dk, self.kernel.results.dkey, *index)
 
     def store_part(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
         """Adds dk and dv to the work tile's sums in device memory. The part that arrives last stores the sums as the
