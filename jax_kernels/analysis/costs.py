@@ -150,9 +150,14 @@ def _matmul(request: MatmulRequest, inputs: Any, backward: bool) -> Cost:
 
 
 def _grouped(request: GroupedRequest, inputs: Any, backward: bool) -> Cost:
-    """Counts all rows as rows of a group. The backward has a matmul for x, and one for w."""
-    flops = matmul_flops(request.m, request.n, request.k) * (2 if backward else 1)
-    out = request.m * request.n * jnp.dtype(request.out_dtype).itemsize
+    """Counts all rows as rows of a group. The backward has two matmuls for each matmul: for its x, and for its w."""
+    first, columns = getattr(inputs, "first", inputs), request.n  # of the experts of a model
+    flops = matmul_flops(request.m, request.n, request.k) * (1 if first.w_up is None else 2)
+    if first is not inputs:
+        columns = inputs.down.shape[-1]
+        flops += matmul_flops(request.m, columns, request.n)
+    flops *= 2 if backward else 1
+    out = request.m * columns * jnp.dtype(request.out_dtype).itemsize
     given = bytes_of(inputs)
     arithmetic = _matmul_arithmetic(request.dtype, request.precision)
     return Cost(flops=flops, bytes=given * (2 if backward else 1) + out, arithmetic=arithmetic, is_bound=True)

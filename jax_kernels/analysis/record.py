@@ -25,7 +25,7 @@ __all__ = ["Recorder", "Trace", "of_arrays", "pure_call", "recorded_run", "repla
 _ANEW = jax.make_user_context(None)
 _SCOPES = frozenset(
     ("flash_attention", "flash_attention_fp8", "decode_attention", "dilated_attention", "ring_attention", "matmul")
-) | {"gated_matmul", "mlp", "grouped_matmul", "layer_norm", "rms_norm", "linear_cross_entropy"}
+) | {"gated_matmul", "mlp", "grouped_matmul", "grouped_gated_matmul", "layer_norm", "rms_norm", "linear_cross_entropy"}
 
 
 class Recorder:

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jax_kernels
-from jax_kernels import analyze, flash_attention, matmul, rms_norm
+from jax_kernels import analyze, flash_attention, matmul, models, rms_norm
 from jax_kernels.device import DeviceInfo, device_info
 
 SPEC = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -76,6 +76,7 @@ CALLS = {
     "mlp": (SPEC(16, 32), SPEC(32, 64), SPEC(64, 32)),
     "layer_norm": (SPEC(16, 32), SPEC(32), SPEC(32)),
     "grouped_matmul": (SPEC(16, 32), SPEC(2, 32, 64), SPEC(2, dtype=jnp.int32)),
+    "grouped_gated_matmul": (SPEC(16, 32), SPEC(2, 32, 64), SPEC(2, 32, 64), SPEC(2, dtype=jnp.int32)),
     "linear_cross_entropy": (SPEC(16, 32), SPEC(32, 100), SPEC(16, dtype=jnp.int32)),
 }
 FLOPS = {
@@ -84,6 +85,7 @@ FLOPS = {
     "mlp": 4 * 16 * 32 * 64,
     "layer_norm": 8 * 16 * 32,
     "grouped_matmul": 2 * 16 * 32 * 64,
+    "grouped_gated_matmul": 4 * 16 * 32 * 64,
     "linear_cross_entropy": 2 * 16 * 32 * 100,
 }
 
@@ -94,6 +96,15 @@ def test_the_work_of_each_op(name):
     assert sum(use.cost.flops for use in found.uses) == FLOPS[name]
     assert found.uses[0].bound_ms > 0
     assert found.matmuls == 0  # the ops' own matmuls are theirs
+
+
+def test_the_experts_of_a_model():
+    """Three matmuls for each pair of a token and an expert, and twice as many in the backward."""
+    experts = models.MixtureOfExperts(32, 64, num_experts=4, experts_per_token=2, rngs=nnx.Rngs(0))
+    found = analyze(jax.grad(lambda x: experts(x).sum()), SPEC(2, 8, 32, dtype=jnp.float32), device="h200")
+    grouped = [use for use in found.uses if use.op.startswith("grouped")]
+    assert sum(use.cost.flops for use in grouped) == 3 * 3 * 2 * (16 * 2) * 32 * 64
+    assert sum(use.forward + use.backward for use in grouped) == 2
 
 
 def test_dilated_attention_has_the_work_of_its_branches():

@@ -61,7 +61,10 @@ def gated_experts(
     )
     inputs = ExpertsInputs(first=first, down=w_down)
     call = GATED.call(request, options, implementation)
-    return _planned(call, as_varying(inputs, varying_axes(inputs)))
+    inputs = as_varying(inputs, varying_axes(inputs))
+    reason = "its first matmuls are tuned as grouped_gated_matmul"
+    moving = ("first", "down")
+    return _planned(*GATED.tuned(call, request, _planned, inputs, implementation, reason=reason, moving=moving))
 
 
 def _planned(call: PlannedCall, inputs: ExpertsInputs) -> jax.Array:

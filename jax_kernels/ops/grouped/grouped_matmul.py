@@ -6,9 +6,11 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.ops.grouped import gradients
 from jax_kernels.ops.grouped.checks import check, check_gated
-from jax_kernels.ops.grouped.implementations import GATED, OP
+from jax_kernels.ops.grouped.implementations import GATED, OP, GroupedRequest
+from jax_kernels.ops.planned_op import PlannedOp
 from jax_kernels.ops.sharding.explicit_axes import as_grouped, with_explicit_axes
 from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
@@ -91,14 +93,7 @@ def grouped_matmul(
         precision=precision,
         implementation=implementation,
     )
-    inputs = as_varying(inputs, varying_axes(inputs))
-    call = OP.call(request, options, implementation)
-    rows = request.m // max(request.groups, 1) if isinstance(request.m, int) else 0
-    lengths = {"group_sizes": rows}
-    moving = ("x", "w")
-    return gradients.planned(
-        *OP.tuned(call, request, gradients.planned, inputs, implementation, lengths=lengths, moving=moving)
-    )
+    return _run(OP, request, inputs, options, implementation, moving=("x", "w"))
 
 
 @with_plain_numbers("transpose_w")
@@ -165,7 +160,25 @@ def grouped_gated_matmul(
         precision=precision,
         implementation=implementation,
     )
-    return gradients.planned(GATED.call(request, options, implementation), as_varying(inputs, varying_axes(inputs)))
+    return _run(GATED, request, inputs, options, implementation, moving=("x", "w", "w_up"))
+
+
+def _run(
+    op: PlannedOp,
+    request: GroupedRequest,
+    inputs: GroupedInputs,
+    options: GroupedOptions,
+    implementation: str | None,
+    moving: tuple[str, ...],
+) -> jax.Array:
+    """out [M, N] of a checked call. moving: the fields of inputs whose gradients tuning times."""
+    inputs = as_varying(inputs, varying_axes(inputs))
+    call = op.call(request, options, implementation)
+    rows = request.m // max(request.groups, 1) if isinstance(request.m, int) else 0
+    lengths = {"group_sizes": rows}
+    return gradients.planned(
+        *op.tuned(call, request, gradients.planned, inputs, implementation, lengths=lengths, moving=moving)
+    )
 
 
 OP.explained_by(check)(grouped_matmul)
