@@ -96,7 +96,7 @@ class Case:
         x = np.asarray(arrays["x"]).astype(np.float64)
         w = np.asarray(arrays["w"].astype(self.dtype)).astype(np.float64)
         w, targets = w.T if self.transpose_w else w, np.asarray(arrays["targets"])
-        counts, one_hot = targets >= 0, np.eye(self.vocabulary)[np.maximum(targets, 0)]
+        counts, one_hot = targets >= 0, np.maximum(targets, 0)[..., None] == np.arange(self.vocabulary)
         raw, smoothing = x @ w, self.label_smoothing
         logits = raw if self.softcap is None else self.softcap * np.tanh(raw / self.softcap)
         largest = logits.max(-1, keepdims=True)
