@@ -229,6 +229,18 @@ class MixtureOfExperts(nnx.Module):
         out_specs = spec, Routing(load=P(), probability=P())  # type: ignore[arg-type]
         return jax.shard_map(local, in_specs=specs, out_specs=out_specs, check_vma=False)(x, router, bias, *kernels)
 
+    def _route(self, tokens: jax.Array, router: jax.Array, bias: jax.Array | None) -> Any:
+        """`route`'s result for tokens [N, model_dim], with the module's options. router, bias: as in _routed."""
+        return route(
+            tokens,
+            router,
+            bias,
+            count=self.experts_per_token,
+            scores=self.scores,
+            renormalize=self.renormalize,
+            scale=self.weight_scale,
+        )
+
     def _routed(
         self, x: Any, router: Any, bias: Any, up: Any, down: Any, gate: Any = None, *, devices: "_Devices"
     ) -> tuple[jax.Array, Routing]:
@@ -238,15 +250,7 @@ class MixtureOfExperts(nnx.Module):
         model_dim, mlp_dim], down: [experts, mlp_dim, model_dim], of the device.
         """
         tokens = x.reshape(-1, self.model_dim)
-        weights, experts, routing = route(
-            tokens,
-            router,
-            bias,
-            count=self.experts_per_token,
-            scores=self.scores,
-            renormalize=self.renormalize,
-            scale=self.weight_scale,
-        )
+        weights, experts, routing = self._route(tokens, router, bias)
         if devices.tokens:
             routing = lax.psum(routing, devices.tokens)
         kernels = up, down, gate

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 
 from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
-from jax_kernels.models.layers.routing import Routing, route
+from jax_kernels.models.layers.routing import Routing
 from jax_kernels.ops.matmul.checks import checked_activation
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
 
@@ -100,15 +100,7 @@ class QuantizedMixtureOfExperts(MixtureOfExperts):
             return super()._routed(x, router, bias, up, down, gate, devices=devices)
         # XLA drops the dequantised up, down and gate, which nothing reads here.
         tokens = x.reshape(-1, self.model_dim)
-        weights, experts, routing = route(
-            tokens,
-            router,
-            bias,
-            count=self.experts_per_token,
-            scores=self.scores,
-            renormalize=self.renormalize,
-            scale=self.weight_scale,
-        )
+        weights, experts, routing = self._route(tokens, router, bias)
         results = self._of_pairs(jnp.repeat(tokens, self.experts_per_token, axis=0), experts.reshape(-1))
         out = (weights[..., None] * results.reshape(*weights.shape, self.model_dim).astype(jnp.float32)).sum(1)
         return out.reshape(x.shape), routing
