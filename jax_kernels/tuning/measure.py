@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Choice
 from jax_kernels.ops.planned_op import TunableCall, tuned_by
-from jax_kernels.tuning import cache
+from jax_kernels.tuning import cache, compiling
 from jax_kernels.tuning.timers import Program, Timer, milliseconds
 from jax_kernels.tuning.winners import Timed, Winner
 
@@ -91,13 +92,12 @@ class Measurement:
 
     def _implementations(self) -> dict[str, _Candidate]:
         """The candidates with the block specs, by implementation; the untuned one first, whose results are right."""
-        found: dict[str, _Candidate] = {}
         first = self.untuned.implementation
+        programs = {}
         for name in sorted(self.names, key=lambda name: name != first):
             config, _ = self.tunable.op.implementations[name].config(self.tunable.request)
-            candidate = self._timed(name, config, self.direction, name, found.values())
-            if candidate is not None:
-                found[name] = candidate
+            programs[name] = self._program(name, config, self.direction)
+        found = self._timed(programs)
         if not found:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
             raise NothingToTuneError(f"no implementation runs: {reasons}")
@@ -120,27 +120,27 @@ class Measurement:
             direction = "forward" if field == "forward" else self.direction
             start = best
             if best.program.direction != direction:
-                timed = self._timed(name, best.program.config, direction, name, ())
-                if timed is None:
+                timed = self._timed({name: self._program(name, best.program.config, direction)})
+                if not timed:
                     continue
-                start = timed
-            tried = [start]
+                start = timed[name]
+            programs = {}
             for blocks in (blocks for of, blocks in others if of == field):
                 config = dataclasses.replace(start.program.config, **{field: blocks})
-                candidate = self._timed(name, config, direction, f"{name} {blocks}", tried)
-                tried += [] if candidate is None else [candidate]
-            found = self._fastest(start, tried)
+                programs[f"{name} {blocks}"] = self._program(name, config, direction)
+            found = self._fastest(start, list(self._timed(programs, start).values()))
             if found is not start:
                 again = found
                 if direction != self.direction:
-                    timed = self._timed(name, found.program.config, self.direction, f"{name} {field}", (best,))
-                    again = best if timed is None else timed
+                    text = f"{name} {field}"
+                    program = self._program(name, found.program.config, self.direction)
+                    again = self._timed({text: program}, best).get(text, best)
                 best = again
         return best
 
     def _fastest(self, start: _Candidate, tried: Sequence[_Candidate]) -> _Candidate:
         """The fastest of the candidates, after rounds in which the fastest alternate; `start` if none gains enough."""
-        nearest = sorted((x for x in tried if x is not start), key=lambda x: x.ms)[:_FINALISTS]
+        nearest = sorted(tried, key=lambda x: x.ms)[:_FINALISTS]
         if not nearest:
             return start
         self._alternate([start, *nearest])
@@ -187,29 +187,42 @@ class Measurement:
             for x in candidates:
                 x.readings.append(milliseconds(x.program, self.settings.timer, self.settings.seconds, once[id(x)]))
 
-    def _timed(self, name: str, config: Any, direction: str, text: str, others: Any) -> _Candidate | None:
-        """A candidate with its first readings; None if it raises or its results are wrong, which `failed` records.
+    def _program(self, name: str, config: Any, direction: str) -> Program:
+        return program_of(self.tunable, name, config, direction)
 
-        others: candidates of the same direction. One that is much slower than one of them has a single reading.
+    def _timed(self, programs: Mapping[str, Program], *others: _Candidate) -> dict[str, _Candidate]:
+        """The candidates of programs with their first readings, by text, in their order.
+
+        One that does not run, or whose results are wrong, is left out, and `failed` has the reason. One that is much
+        slower than another one, or than one of `others`, of the same direction, has a single reading. No program is
+        compiled while another one is timed.
         """
-        self.settings.step(text)
-        candidate = _Candidate(program=program_of(self.tunable, name, config, direction))
-        try:
-            got = jax.block_until_ready(candidate.program.call())
-            self._check(got, direction)
-            begin = time.perf_counter()
-            jax.block_until_ready(candidate.program.call())
-            once = (time.perf_counter() - begin) * 1e3
-            del got
-            times = [other.ms for other in others if other.program.direction == direction]
-            is_far = bool(times) and once > max(_FAR * min(times), 1.0)
-            for _ in range(1 if is_far else _TURNS):
-                candidate.readings.append(
-                    milliseconds(candidate.program, self.settings.timer, self.settings.seconds, once)
-                )
-        except Exception as error:  # it does not compile, or asks for too much memory
-            self.failed[text] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            return None
+        found: dict[str, _Candidate] = {}
+        for batch in itertools.batched(programs.items(), compiling.WORKERS):
+            ready = compiling.compiled([program for _, program in batch])
+            for (text, _), program in zip(batch, ready, strict=True):
+                self.settings.step(text)
+                try:
+                    if isinstance(program, Exception):
+                        raise program
+                    found[text] = self._first_readings(program, [*others, *found.values()])
+                except Exception as error:  # it does not compile, or asks for too much memory
+                    self.failed[text] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return found
+
+    def _first_readings(self, program: Program, others: Sequence[_Candidate]) -> _Candidate:
+        """Raises the program's errors, and ValueError for wrong results. others: as in _timed."""
+        candidate = _Candidate(program=program)
+        got = jax.block_until_ready(program.call())
+        self._check(got, program.direction)
+        begin = time.perf_counter()
+        jax.block_until_ready(program.call())
+        once = (time.perf_counter() - begin) * 1e3
+        del got
+        times = [other.ms for other in others if other.program.direction == program.direction]
+        is_far = bool(times) and once > max(_FAR * min(times), 1.0)
+        for _ in range(1 if is_far else _TURNS):
+            candidate.readings.append(milliseconds(program, self.settings.timer, self.settings.seconds, once))
         return candidate
 
     def _check(self, got: Any, direction: str) -> None:
@@ -250,7 +263,13 @@ def program_of(tunable: TunableCall, name: str, config: Any, direction: str) -> 
         return vjp(jax.tree.map(jnp.ones_like, out))
 
     jitted = jax.jit(forward if direction == "forward" else gradients)
-    return Program(implementation=name, config=config, direction=direction, call=lambda: jitted(tunable.inputs))
+    return Program(
+        implementation=name,
+        config=config,
+        direction=direction,
+        call=lambda: jitted(tunable.inputs),
+        lower=lambda: (jitted.lower(tunable.inputs), (tunable.inputs,)),
+    )
 
 
 def _blocks(before: Any, after: Any) -> dict[str, dict[str, Any]]:

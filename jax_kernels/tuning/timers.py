@@ -16,13 +16,15 @@ _MOST_CALLS = 200
 class Program:
     """A compiled call. implementation, config: with which it was planned. direction: "forward" or "gradients".
 
-    call(): queues the call and returns its results.
+    call(): queues the call and returns its results. lower(): the call's jax.stages.Lowered program, and its arguments,
+    so that programs can be compiled at once; None for programs of other frameworks.
     """
 
     implementation: str
     config: Any
     direction: str
     call: Callable[[], Any]
+    lower: Callable[[], tuple[jax.stages.Lowered, Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
