@@ -24,6 +24,7 @@ __all__ = [
     "in_turn",
     "is_forced",
     "is_out_of_memory",
+    "limit",
     "memory_limit",
     "retried",
     "slices",
@@ -67,6 +68,11 @@ def memory_limit(size: int | None) -> Iterator[None]:
         raise ValueError(f"size: got {size}, want a number of bytes above 0, or None")
     with _LIMIT(size):
         yield
+
+
+def limit() -> int | None:
+    """The bytes of the current memory_limit."""
+    return _LIMIT.value
 
 
 @contextlib.contextmanager
