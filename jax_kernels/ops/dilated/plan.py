@@ -189,6 +189,7 @@ def _recorded(call: DilatedCall, checked: Any, keywords: dict[str, Any], arrays:
         inputs=_Inputs(*arrays),
         moving=("query", "key", "value"),
         parts=tuple(parts),
+        axis_name=keywords["shards"].axis_name if is_sharded else None,
         plan=lambda: plan_of_call(name, **{name: specs_of(x) for name, x in keywords.items()}),
     )
 
