@@ -24,6 +24,7 @@ __all__ = [
     "in_turn",
     "is_forced",
     "is_out_of_memory",
+    "limit",
     "memory_limit",
     "retried",
     "slices",
@@ -67,6 +68,11 @@ def memory_limit(size: int | None) -> Iterator[None]:
         raise ValueError(f"size: got {size}, want a number of bytes above 0, or None")
     with _LIMIT(size):
         yield
+
+
+def limit() -> int | None:
+    """The bytes of the current memory_limit."""
+    return _LIMIT.value
 
 
 @contextlib.contextmanager
@@ -162,12 +168,14 @@ def retried[Result](op: str, sizes: str, call: Callable[[], Result], most: int) 
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def by_rows(op: str, need: Need, x: Any, call: Callable[[slice], Any], is_partitioned: bool) -> Any:
+def by_rows(
+    op: str, need: Need, x: Any, call: Callable[[slice], Any], is_partitioned: bool, rows: int | None = None
+) -> Any:
     """call(slice(None)), or the results of call(rows) for chunks of rows, joined along the first axis.
 
     op: its name. need: of the whole call. x: the call's array whose first axis is split; it is on the device. call:
     returns a tree of arrays with the rows of a slice. is_partitioned: whether the shapes of a trace are of all devices
-    together: then only an error splits the call.
+    together: then only an error splits the call. rows: the number of rows; None for x's.
     """
     from jax_kernels.dispatch import target_device
 
@@ -176,7 +184,7 @@ def by_rows(op: str, need: Need, x: Any, call: Callable[[slice], Any], is_partit
         count = 1 if is_whole else count_of(need, target_device(x))
         if count == 1:
             return call(slice(None))
-        parts = in_turn(call, slices(x.shape[0], count))
+        parts = in_turn(call, slices(x.shape[0] if rows is None else rows, count))
         return jax.tree.map(lambda *of_parts: jax.numpy.concatenate(of_parts), *parts)
 
     return retried(op, f"x {list(x.shape)} in {x.dtype}", run, need.most)

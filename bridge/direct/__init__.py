@@ -10,4 +10,5 @@ and later calls launch it through the CUDA driver.
 | executable.py | reads the chain from the executable |
 | records.py | reads the file formats of an executable |
 | launcher.py | loads and launches a chain |
+| dlpack_route.py | the other route: JAX runs the function |
 """

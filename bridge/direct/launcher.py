@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from jax_kernels.bridge.direct.chain import Array, BufferSlice, Copy, Fill, Kernel, LaunchChain, MosaicKernel, Step
-from jax_kernels.bridge.interop import dlpack, torch_internals
+from jax_kernels.bridge.interop import dlpack, memory, torch_internals
 from jax_kernels.bridge.interop.cuda_driver import (
     CLUSTER_DIMENSION,
     Attribute,
     Driver,
     DriverError,
+    DriverMemoryError,
     LaunchConfig,
     driver,
     mosaic_library,
@@ -247,6 +248,9 @@ class LoadedChain:
     this is not checked. A tensor that is not aligned to 16 bytes is copied. Several threads may call it at once. Its
     kernels are unloaded some time after its deletion. A call that a CUDA graph captures keeps it loaded until the
     process ends. Raises DriverError if the CUDA driver reports an error.
+
+    by_jax: computes the outputs from the input tensors otherwise, if a launch runs out of memory. Without it, and while
+    a CUDA graph is being captured, such a call raises torch.OutOfMemoryError or DriverMemoryError.
     """
 
     def __init__(
@@ -257,8 +261,10 @@ class LoadedChain:
         cuda: Driver | None = None,
         mosaic: Callable[[], ctypes.CDLL] = mosaic_library,
         allocator: Allocator | None = None,
+        by_jax: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
     ) -> None:
         self.chain = chain
+        self._by_jax = by_jax
         self.device = device
         self.driver = cuda or driver()
         self.allocator = allocator or torch_allocator()
@@ -310,22 +316,29 @@ class LoadedChain:
         for address in addresses:
             if address % _ALIGNMENT:
                 return self(*map(dlpack.readable, tensors))
-        empty = allocator.empty
-        outputs = [empty(*facts) for facts in self._outputs]
-        addresses += map(_address, outputs)
-        if self._workspace is None:
-            addresses.append(0)
-        else:
-            workspace = empty(*self._workspace)  # PyTorch reuses it only for later work of this stream
-            addresses.append(_address(workspace))
-        addresses += self._constants
-        if self._inner:
-            addresses += [addresses[buffer] + offset for buffer, offset in self._inner]
-        if not self._resources.is_captured and allocator.is_capturing():
-            self._resources.is_captured = True
-            _CAPTURED.append(self)
-        self._launch(self._ordered(addresses), allocator.stream(index))
-        return outputs
+        try:
+            empty = allocator.empty
+            outputs = [empty(*facts) for facts in self._outputs]
+            addresses += map(_address, outputs)
+            if self._workspace is None:
+                addresses.append(0)
+            else:
+                workspace = empty(*self._workspace)  # PyTorch reuses it only for later work of this stream
+                addresses.append(_address(workspace))
+            addresses += self._constants
+            if self._inner:
+                addresses += [addresses[buffer] + offset for buffer, offset in self._inner]
+            if not self._resources.is_captured and allocator.is_capturing():
+                self._resources.is_captured = True
+                _CAPTURED.append(self)
+            self._launch(self._ordered(addresses), allocator.stream(index))
+            return outputs
+        except (torch.OutOfMemoryError, DriverMemoryError) as error:
+            if self._by_jax is None or allocator.is_capturing():
+                raise
+            memory.free_locals(error)
+        outputs, workspace = [], None  # makes room
+        return self._by_jax(tensors)
 
     def _launch(self, addresses: Sequence[int], stream: int) -> None:
         """Launches all steps on a stream of this device. addresses: the steps' device addresses, in order."""

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jax_kernels import dispatch
-from jax_kernels.bridge.direct import program_cache
+from jax_kernels import chunks, dispatch
+from jax_kernels.bridge.direct import dlpack_route, program_cache
 from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
 from jax_kernels.bridge.direct.compile import Target, compile_chain
 from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
@@ -85,10 +85,10 @@ class _Entry:
 class _State:
     """The state of the direct route in this process.
 
-    is_enabled: whether the route is on. entries: by function, Masks' signature, and shapes, dtypes and device of the
-    tensors. refused: for each tested device, the reason that the route fails there; None if it works. refused_mosaic:
-    the same for Mosaic kernels alone. warned: the reason in the one warning, None before it. newest: the number of
-    entries that were ever made.
+    is_enabled: whether the route is on. entries: by function, Masks' signature, memory_limit, and shapes, dtypes and
+    device of the tensors. refused: for each tested device, the reason that the route fails there; None if it works.
+    refused_mosaic: the same for Mosaic kernels alone. warned: the reason in the one warning, None before it. newest:
+    the number of entries that were ever made.
     """
 
     is_enabled: bool
@@ -170,7 +170,7 @@ def find(
     if not _STATE.is_enabled or first.device.type != "cuda":
         return None
     masks = None if operands is None else operands.signature
-    key = function, masks, *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    key = function, masks, chunks.limit(), *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
     entry = _STATE.entries.get(key)
     if entry is None:
         entry = _make(key, function, tensors, masks)
@@ -299,23 +299,36 @@ def _loaded(
     reason, if the function has no chain, or if it has Mosaic kernels and their self-test failed.
     """
     unload_dropped()
-    there = [x is not None for x in tensors]
     own = () if masks is None else masks.arrays
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in own]
     specs += [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors if x is not None]
-
-    def filled(*arrays):
-        first = () if masks is None else (jax.tree.unflatten(masks.structure, arrays[: len(own)]),)
-        given = iter(arrays[len(own) :])
-        return function(*first, *(next(given) if is_there else None for is_there in there))
-
-    chain = _compiled(filled, specs, device)
+    flat = _of_arrays(function, tensors, masks)
+    chain = _compiled(flat, specs, device)
     if chain.has_mosaic:
         if device not in _STATE.refused_mosaic:
             _STATE.refused_mosaic[device] = _fails(device, "Mosaic's")
         if (reason := _STATE.refused_mosaic[device]) is not None:
             raise NotDirectError(reason)
-    return LoadedChain(chain, device)
+    return LoadedChain(chain, device, by_jax=dlpack_route.by_jax(flat, device))
+
+
+def _of_arrays(
+    function: JaxFunction, tensors: Sequence[torch.Tensor | None], masks: MaskSignature | None
+) -> JaxFunction:
+    """The function of a chain's inputs: of the Masks' arrays, then of the tensors that are not None.
+
+    If the arrays have no weak types, as from tensors, Masks compare the same values.
+    """
+    there = [x is not None for x in tensors]
+    count = 0 if masks is None else len(masks.arrays)
+
+    def flat(*arrays):
+        first = () if masks is None else (jax.tree.unflatten(masks.structure, arrays[:count]),)
+        given = iter(arrays[count:])
+        return function(*first, *(next(given) if is_there else None for is_there in there))
+
+    flat.__name__ = getattr(function, "__name__", flat.__name__)
+    return flat
 
 
 def _compiled(function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct], device: torch.device) -> LaunchChain:

@@ -6,10 +6,20 @@ import importlib
 import os
 from typing import Any
 
-__all__ = ["Attribute", "Driver", "DriverError", "LaunchConfig", "driver", "driver_version", "mosaic_library"]
+__all__ = [
+    "Attribute",
+    "Driver",
+    "DriverError",
+    "DriverMemoryError",
+    "LaunchConfig",
+    "driver",
+    "driver_version",
+    "mosaic_library",
+]
 
 _SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _HANDLE, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _UNSIGNED, _OUT = ctypes.c_uint, ctypes.c_void_p
 
@@ -39,6 +49,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 class DriverError(RuntimeError):
     """Raised if the CUDA driver or Mosaic's compiler reports an error, or if a kernel has unexpected arguments."""
+
+
+class DriverMemoryError(DriverError):
+    """Raised if the CUDA driver is out of memory."""
 
 
 class Attribute(ctypes.Structure):
@@ -84,11 +98,15 @@ class Driver:
         self.check(name, getattr(self, name)(*arguments))
 
     def check(self, name: str, code: int) -> None:
-        """Raises DriverError if `code` is an error code. name: the function that returned it, for the error's text."""
+        """Raises DriverError if `code` is an error code, DriverMemoryError for an error of memory.
+
+        name: the function that returned it, for the error's text.
+        """
         if code:
             text = ctypes.c_char_p()
             self.cuGetErrorName(code, ctypes.byref(text))  # type: ignore[attr-defined]
-            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+            kind = DriverMemoryError if code == _OUT_OF_MEMORY else DriverError
+            raise kind(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
 
     def handle(self, name: str, *arguments: Any) -> int:
         """Calls the function of this name, and returns the handle that it writes to its first argument.

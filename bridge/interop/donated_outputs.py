@@ -43,6 +43,12 @@ class FlatArguments(NamedTuple):
     absent: tuple[bool, ...]
     structure: Hashable = None
 
+    @property
+    def key(self) -> Hashable:
+        """All of a call but its values: shapes, dtypes, absent arguments, the Masks' structure, and jax_enable_x64."""
+        signatures = tuple([(x.shape, x.dtype) for x in self.tensors])
+        return self.absent, signatures, self.structure, jax.config.jax_enable_x64
+
     def placed[Value](self, values: Sequence[Value]) -> list[tuple[Mask, ...] | Value | None]:
         """The function's arguments as a list, with `values` for the tensors.
 
@@ -64,9 +70,8 @@ class _DonatingJit:
     """A JAX function, jitted so that it writes its results to the memory of given arrays.
 
     jitted(targets, *arguments): the jitted function, which overwrites the arrays in the list `targets` with its results
-    (they are donated). results: by a call's key, the shape, strides and dtype of each result; None if JAX cannot write
-    the results of such a call in place. The key is all of a call but its values: shapes, dtypes, which arguments are
-    None, the Masks' structure, and jax_enable_x64.
+    (they are donated). results: by FlatArguments.key, the shape, strides and dtype of each result; None if JAX cannot
+    write the results of such a call in place.
     """
 
     def __init__(self, function: JaxFunction) -> None:
@@ -123,8 +128,7 @@ def run(function: JaxFunction, arguments: FlatArguments, device: torch.device) -
     if not dlpack.has_private():
         return None
     program = _program(function)
-    signatures = tuple([(x.shape, x.dtype) for x in arguments.tensors])
-    key = arguments.absent, signatures, arguments.structure, jax.config.jax_enable_x64
+    key = arguments.key
     forms = program.results.get(key)
     if forms is None:
         if key in program.results:

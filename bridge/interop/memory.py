@@ -1,6 +1,7 @@
 """The memory of a GPU that PyTorch and JAX share: JAX does not preallocate, and PyTorch frees its cache for JAX."""
 
 import os
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import jax
 import torch
 from jax._src import xla_bridge
 
-__all__ = ["MemoryReport", "leave_memory_to_torch", "memory_report", "retry_on_oom"]
+__all__ = ["MemoryReport", "free_locals", "leave_memory_to_torch", "memory_report", "retry_on_oom"]
 
 # A user who set one of these has decided how the memory is divided.
 _SETTINGS = (
@@ -126,3 +127,14 @@ def retry_on_oom[Result](device: torch.device, call: Callable[[], Result]) -> Re
 
 def _is_out_of_memory(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def free_locals(error: BaseException) -> None:
+    """Frees the local variables of the functions that an error left, such as tensors of the failed call.
+
+    An error keeps these variables alive through its traceback. The traceback keeps its lines.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from jax_kernels import chunks
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
@@ -31,6 +32,7 @@ _ROUTE = route._STATE
 _GRAPH = torch_internals._GRAPH
 _is_transforming = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
+_limit = chunks.limit
 _functions_looking_on = torch._C._len_torch_function_stack
 
 
@@ -47,10 +49,10 @@ class CachedCall:
     forward (ctx, cached call, *tensors) runs the chain and returns the list as a tuple. info: a value for this
     Function. backward_cache: the cached calls of the backward; None without a Function.
 
-    is_direct, has_grad: whether the direct route, and gradients, were on when the call was cached. CallCache.record
-    sets the other fields. statics: the key without the tensors. check: a function (*tensors) that returns whether the
-    call is valid for these tensors. references: weak references to the Masks, which drop the cached call when a Mask
-    dies.
+    is_direct, has_grad: whether the direct route, and gradients, were on when the call was cached. limit: the
+    memory_limit at this time. CallCache.record sets the other fields. statics: the key without the tensors. check: a
+    function (*tensors) that returns whether the call is valid for these tensors. references: weak references to the
+    Masks, which drop the cached call when a Mask dies.
     """
 
     chain: Callable[..., list[torch.Tensor]]
@@ -60,6 +62,7 @@ class CachedCall:
     backward_cache: "CallCache | None" = dataclasses.field(init=False)
     is_direct: bool = dataclasses.field(init=False, default_factory=route.is_enabled)
     has_grad: bool = dataclasses.field(init=False, default_factory=torch.is_grad_enabled)
+    limit: int | None = dataclasses.field(init=False, default_factory=chunks.limit)
     statics: Hashable = dataclasses.field(init=False, default=None)
     check: Callable[..., bool] = dataclasses.field(init=False, default=_never)
     references: Sequence[weakref.ref[Mask]] = dataclasses.field(init=False, default=())
@@ -93,7 +96,7 @@ class CallCache:
         call = self._last
         try:
             is_last = call.has_grad is _is_grad_enabled() and call.is_direct is _ROUTE.is_enabled
-            if is_last and call.statics == statics:
+            if is_last and call.limit == _limit() and call.statics == statics:
                 for x in tensors:
                     if x.is_nested:  # PyTorch's guard would crash the process
                         return None
@@ -228,5 +231,5 @@ def _key(statics: Hashable, tensors: Sequence[torch.Tensor]) -> Hashable:
     """
     if any(type(x) not in _TYPES for x in tensors):
         return None
-    modes = torch.is_grad_enabled(), route._STATE.is_enabled, _autocast_dtype(tensors)
+    modes = torch.is_grad_enabled(), route._STATE.is_enabled, _limit(), _autocast_dtype(tensors)
     return statics, modes, *[(x.shape, x.dtype, x.device, x.requires_grad, type(x)) for x in tensors]

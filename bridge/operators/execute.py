@@ -1,19 +1,14 @@
 """Runs a jitted JAX function on PyTorch's tensors, by the direct route or by the DLPack route."""
 
-import warnings
 from collections.abc import Callable, Sequence
 
-import jax
 import torch
 
-from jax_kernels import chunks
-from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.direct import dlpack_route, route
 from jax_kernels.bridge.direct.launcher import LoadedChain
 from jax_kernels.bridge.direct.route import Operands
-from jax_kernels.bridge.interop import dlpack, donated_outputs, memory
-from jax_kernels.bridge.interop.donated_outputs import JaxFunction
+from jax_kernels.bridge.interop.donated_outputs import FlatArguments, JaxFunction
 from jax_kernels.bridge.interop.keyed_cache import memoize
-from jax_kernels.bridge.interop.planning_device import planning_on
 from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache
 
 __all__ = ["execute", "launcher_for"]
@@ -50,52 +45,10 @@ def _through_jax(
     entries that are not None, in order. operands: the call's Masks; None if the function takes no Masks. Raises
     RuntimeError while a CUDA graph is being captured.
     """
-    device = given[0].device
-    dlpack.refuse_capture(device)
     masks = () if operands is None else (operands.masks,)
     structure = None if operands is None else operands.signature
-    arguments = donated_outputs.FlatArguments(masks, given, tuple([x is None for x in tensors]), structure)
-
-    def call() -> list[torch.Tensor]:
-        is_cuda = device.type == "cuda" and not chunks.is_forced()  # a donating program does not depend on the chunks
-        if is_cuda and (found := donated_outputs.run(function, arguments, device)) is not None:
-            return found
-        arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
-        with planning_on(device):
-            results = function(*arguments.placed(arrays))
-        return dlpack.export_arrays(results, device, owners)
-
-    try:
-        return memory.retry_on_oom(device, call)
-    except (jax.errors.JaxRuntimeError, torch.cuda.OutOfMemoryError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and not chunks.is_out_of_memory(error):
-            raise
-        return _in_chunks(getattr(function, "__name__", "from_jax"), device, call, error)
-
-
-def _in_chunks(
-    name: str, device: torch.device, call: Callable[[], list[torch.Tensor]], error: BaseException
-) -> list[torch.Tensor]:
-    """call(), traced again such that its ops run in chunks: twice as many after each error.
-
-    name: of the function, for the warning. error: why the whole call failed; raised if no op can be split further.
-    """
-    before: list[int] = []
-    for count in (2, 4, 8, 16, 32, 64):
-        with chunks.forced(count) as split:
-            try:
-                results = memory.retry_on_oom(device, call)
-            except (jax.errors.JaxRuntimeError, torch.cuda.OutOfMemoryError) as again:
-                if isinstance(again, jax.errors.JaxRuntimeError) and not chunks.is_out_of_memory(again):
-                    raise
-                if not split or split == before:
-                    raise error from None
-                before = split
-                continue
-        text = f"{name}: out of memory on {device}; the call ran in {count} chunks"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return results
-    raise error
+    arguments = FlatArguments(masks, given, tuple([x is None for x in tensors]), structure)
+    return dlpack_route.run(function, arguments, given[0].device)
 
 
 class _JaxLauncher:

@@ -19,6 +19,7 @@ from jax_kernels.dispatch import Plan
 from jax_kernels.ops.attention.implementations import AttentionRequest
 from jax_kernels.ops.normalization.implementations import NormRequest
 from jax_kernels.ops.planned_op import TunableCall
+from jax_kernels.ops.ring.recorded import RingRequest
 
 __all__ = ["Found", "Seen", "found_in"]
 
@@ -47,6 +48,8 @@ class Seen:
         """The work of all runs; of another call, for as many runs."""
         call = tunable or self.tunable
         members = call.parts or ((call.request, call.inputs),)
+        if self.runs.backward:
+            members = tuple((r.differentiated() if isinstance(r, RingRequest) else r, x) for r, x in members)
         runs = (False, self.runs.forward), (True, self.runs.backward)
         found = [(cost(*member, backward=backward), times) for member in members for backward, times in runs]
         works = [work.times(times * self.runs.size) for work, times in found if work is not None]

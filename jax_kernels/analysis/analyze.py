@@ -14,6 +14,7 @@ from jax_kernels.analysis.record import Trace
 from jax_kernels.analysis.report import Advice, Analysis, OpUse, shape_text
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.ops.planned_op import TunableCall
+from jax_kernels.ops.ring.plan import RingPlan
 from jax_kernels.tuning import timers
 from jax_kernels.tuning.timers import Timer
 
@@ -37,7 +38,8 @@ def analyze(
         print(jax_kernels.analyze(train_step, params, batch, device="h200"))
 
     Runs in scans, under vmap, in derivatives and in rematerialization count; the body of a while loop, and each branch
-    of a cond, count once. Inside shard_map the work is of one device. ring_attention is not listed.
+    of a cond, count once. Inside shard_map the work is of one device; in ring_attention, of the device with most work.
+    A call that must run inside shard_map is not timed.
 
     Args:
       function: of arrays, as jax.jit takes it, which may be under jit; or a Flax nnx module. Modules are copied: their
@@ -122,7 +124,7 @@ def _use(seen: Seen, timer: Timer | None, seconds: float) -> OpUse:
     """The OpUse of equal calls. timer: None if they are not timed."""
     bound, runs = seen.seconds(), seen.runs
     ms = None
-    if timer is not None:
+    if timer is not None and seen.tunable.axis_name is None:
         found = timing.time_call(seen.tunable, timer, seconds, backward=runs.backward > 0)
         if found is not None:
             ms = (found.forward * runs.forward + (found.backward or 0.0) * runs.backward) * runs.size
@@ -137,7 +139,19 @@ def _use(seen: Seen, timer: Timer | None, seconds: float) -> OpUse:
         cost=seen.cost(),
         bound_ms=None if bound is None else bound * 1e3,
         ms=ms,
+        sent_bytes=_sent_bytes(seen),
     )
+
+
+def _sent_bytes(seen: Seen) -> float | None:
+    """The bytes that a device sends in all runs of a ring_attention; None for other ops."""
+    plan, runs = seen.plan, seen.runs
+    if not isinstance(plan, RingPlan) or plan.sent_bytes is None or plan.differentiated_sent_bytes is None:
+        return None
+    forward, backward = plan.differentiated_sent_bytes
+    if not runs.backward:
+        return plan.sent_bytes * runs.forward * runs.size
+    return (forward * runs.forward + backward * runs.backward) * runs.size
 
 
 def _checked(seen: Seen, found: Found, timer: Timer | None, seconds: float) -> Advice:

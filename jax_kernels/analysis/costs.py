@@ -23,6 +23,7 @@ from jax_kernels.ops.cross_entropy.implementations import LossRequest
 from jax_kernels.ops.grouped.implementations import GroupedRequest
 from jax_kernels.ops.matmul.implementations import MatmulRequest
 from jax_kernels.ops.normalization.implementations import NormRequest
+from jax_kernels.ops.ring.recorded import RingRequest
 
 __all__ = ["Cost", "bytes_of", "cost"]
 
@@ -102,6 +103,21 @@ def _attention(request: AttentionRequest, inputs: Any, backward: bool) -> Cost:
     arithmetic = "tf32" if request.precision == "tf32" else request.dtype
     flops = attention_flops(pairs * batch * heads, request.head_dim, request.v_head_dim, backward=backward)
     return Cost(flops=flops, bytes=moved, arithmetic=arithmetic, is_bound=is_bound)
+
+
+def _ring(request: RingRequest, inputs: Any, backward: bool) -> Cost:
+    """The work of the device that has most, with the keys of all devices. Bytes are of its own memory."""
+    pairs = request.pairs * request.batch * request.heads
+    rows, itemsize = request.batch * request.q_length, jnp.dtype(request.dtype).itemsize
+    out = rows * request.heads * (request.v_head_dim * itemsize + 4)
+    given = bytes_of(inputs) + (request.devices - 1) * bytes_of((inputs.key, inputs.value))
+    moved = given + out + (out + bytes_of((inputs.query, inputs.key, inputs.value)) if backward else 0)
+    return Cost(
+        flops=attention_flops(pairs, request.head_dim, request.v_head_dim, backward=backward),
+        bytes=moved,
+        arithmetic="tf32" if request.precision == "tf32" else request.dtype,
+        is_bound=request.is_bound,
+    )
 
 
 def _attention_fp8(request: Fp8Request, inputs: Any, backward: bool) -> Cost:
@@ -190,6 +206,7 @@ _BY_REQUEST: Mapping[type[Request], Callable[[Any, Any, bool], Cost]] = {
     MatmulRequest: _matmul,
     GroupedRequest: _grouped,
     NormRequest: _norm,
+    RingRequest: _ring,
     LossRequest: _loss,
 }
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.core import jaxprs_in_params  # no public function lists the jaxprs in an equation
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from jax_kernels.tracing.jaxprs import jaxprs_in_params
 
 __all__ = ["Counts", "Runs", "counted_runs", "marked", "runs_of"]
 

@@ -17,6 +17,7 @@ from jax_kernels.analysis.costs import Cost
 from jax_kernels.analysis.marks import Runs
 from jax_kernels.device import DeviceInfo
 from jax_kernels.ops.planned_op import PlannedCall, TunableCall, tuned_by
+from jax_kernels.tracing.jaxprs import jaxprs_in_params
 from jax_kernels.tuning.session import without_trace
 
 __all__ = ["Recorder", "Trace", "of_arrays", "pure_call", "recorded_run", "replanned", "trace"]
@@ -34,6 +35,8 @@ class Recorder:
     calls: the recorded calls, without traced arrays; the index of a call is the index of its marks. skips_bridge:
     whether calls of the PyTorch bridge are left out.
     """
+
+    lists_composed = True
 
     def __init__(self, *, skips_bridge: bool = False) -> None:
         self.calls: list[TunableCall] = []
@@ -162,7 +165,7 @@ def _products(jaxpr: Any, times: int) -> Iterator[tuple[Cost, int]]:
             moved = sum(y.size * jnp.dtype(y.dtype).itemsize for y in (x, w, out))
             yield Cost(flops=flops, bytes=moved, arithmetic=_arithmetic(x.dtype)).times(times), times
         inner = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
-        for found in marks.jaxprs_in_params(equation.params):
+        for found in jaxprs_in_params(equation.params):
             yield from _products(found, inner)
 
 

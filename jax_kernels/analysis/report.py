@@ -19,6 +19,7 @@ class OpUse:
     cost: the FLOPs and bytes of all runs; None for symbolic sizes. bound_ms: the least time of all runs by the rates of
     the device's data sheet; None if these are unknown. ms: the measured time of all runs; None without measure=True, or
     if a run failed. share: the part of the function's measured time, else of the sum of all bounds; None if unknown.
+    sent_bytes: the bytes that a device sends to others in all runs of ring_attention; None for other ops.
     """
 
     op: str
@@ -31,6 +32,7 @@ class OpUse:
     bound_ms: float | None
     ms: float | None = None
     share: float | None = None
+    sent_bytes: float | None = None
 
     @property
     def roofline(self) -> float | None:
@@ -121,8 +123,22 @@ class Analysis:
         blocks = [f"{use.op} ({use.shape}): {use.plan.config}" for use in self.uses if use.plan.config is not None]
         parts = [self.head(), *lines]
         parts += ["", "blocks:", *(f"  {line}" for line in blocks)] if blocks else []
+        devices = [_devices(use) for use in self.uses if use.sent_bytes is not None]
+        parts += ["", "devices:", *(f"  {line}" for line in devices)] if devices else []
         parts += ["", "advice:", *(f"  {advice}" for advice in self.advice)] if self.advice else []
         return "\n".join(parts)
+
+
+def _devices(use: OpUse) -> str:
+    """The strategy of a ring_attention, each device's share of its work, and the bytes that a device sends."""
+    plan: Any = use.plan
+    strategy, work = plan.strategy, plan.work
+    if use.backward:
+        strategy, work = plan.differentiated, plan.differentiated_work
+    shares = [f"{100 * x:.3g} %" for x in work]
+    of_devices = f"{shares[0]} each" if len(set(shares)) == 1 else ", ".join(shares)
+    sent = f"a device sends {use.sent_bytes / 1e6:.4g} MB" if use.sent_bytes else "nothing is sent"
+    return f"{use.op} ({use.shape}): strategy {strategy}, layout {plan.layout}; work {of_devices}; {sent}"
 
 
 def _work(cost: Cost | None) -> tuple[str, str]:
@@ -160,5 +176,6 @@ def _attention_text(request: Any) -> str:
     window = getattr(request, "window", None)
     words += [] if window is None else [f"window {window[0]},{window[1]}"]
     words += ["mask"] if getattr(request, "has_mask", False) or getattr(request, "has_mask_object", False) else []
+    words += [f"on {request.devices} devices"] if hasattr(request, "devices") else []
     words += ["bias"] if getattr(request, "bias_shape", None) is not None else []
     return " ".join([*words, getattr(request, "dtype", "float8_e4m3fn")])

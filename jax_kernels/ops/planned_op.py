@@ -43,6 +43,7 @@ __all__ = [
     "batched",
     "composed",
     "explained_as",
+    "inside_composed",
     "jitted_in_eager_shard_map",
     "join_batch",
     "kernel",
@@ -102,6 +103,7 @@ class TunableCall:
     values are traced, the integer by which tuning replaces them; others become 0. reason: why the call cannot be
     tuned, or None. parts: of an op that is made of calls of another op, (request, arrays without values) of each of
     these; then plan() is the op's plan, `call` is the first argument of `run`, and tuning leaves the call alone.
+    axis_name: the mesh axis of the jax.shard_map in which the call must run; None if it can run alone.
     """
 
     op: "PlannedOp"
@@ -115,10 +117,16 @@ class TunableCall:
     reason: str | None = None
     parts: tuple[tuple[Request, Any], ...] = ()
     plan: Callable[[], Plan] | None = None
+    axis_name: str | None = None
 
 
 class Tuner(Protocol):
-    """The object that jax_kernels.tune, or jax_kernels.analyze, puts into `tuned_by`."""
+    """The object that jax_kernels.tune, or jax_kernels.analyze, puts into `tuned_by`.
+
+    lists_composed: whether a call that is made of other calls counts, instead of these.
+    """
+
+    lists_composed: bool
 
     def tuned(self, tunable: TunableCall) -> tuple[PlannedCall, Any]:
         """Times or records the call. Returns its PlannedCall, in tuning with the fastest blocks, and its inputs."""
@@ -226,6 +234,14 @@ def composed(make: Callable[[], TunableCall], inputs: Any) -> Any:
     """
     tuner = _TUNER.get()
     return inputs if tuner is None else tuner.composed(make())
+
+
+@contextlib.contextmanager
+def inside_composed() -> Iterator[None]:
+    """A context for the parts of a composed call. jax_kernels.analyze lists only the composed call."""
+    tuner = _TUNER.get()
+    with tuned_by(None if tuner is None or tuner.lists_composed else tuner):
+        yield
 
 
 @contextlib.contextmanager

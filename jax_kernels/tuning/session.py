@@ -100,6 +100,8 @@ class _Session:
         call = dataclasses.replace(tunable.call, implementation=choice.implementation, config=choice.config)
         return call, tunable.inputs
 
+    lists_composed = False
+
     def composed(self, tunable: TunableCall) -> Any:
         """The inputs as they are: the calls that the op is made of are tuned."""
         return tunable.inputs

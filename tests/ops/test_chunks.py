@@ -9,8 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import chunks, explain, flash_attention, layer_norm, matmul, memory_limit, mlp, rms_norm
+from jax_kernels import (
+    chunks,
+    dilated_attention,
+    explain,
+    flash_attention,
+    grouped_gated_matmul,
+    grouped_matmul,
+    layer_norm,
+    matmul,
+    memory_limit,
+    mlp,
+    rms_norm,
+)
 from jax_kernels.ops.attention import implementations as of_attention
+from jax_kernels.ops.dilated import vjp as dilated
+from jax_kernels.ops.grouped import implementations as of_grouped
+from jax_kernels.ops.grouped.experts import gated_experts
 from jax_kernels.ops.matmul import implementations as of_matmul
 
 KEYS = iter(jax.random.split(jax.random.key(0), 40))
@@ -92,6 +107,84 @@ def test_rows_in_chunks(name):
         assert split
 
 
+SIZES = jnp.array([4, 0, 7, 3])
+GROUPED_ROWS = NORMAL(18, 16)
+GROUPS, GATE = NORMAL(4, 16, 24), NORMAL(4, 16, 24)
+EXPERTS_DOWN = NORMAL(4, 24, 16)
+OF_GROUPS = {
+    "grouped_matmul": lambda x, w, gate, down: grouped_matmul(x, w, SIZES, bias=gate[:, 0], activation="gelu"),
+    "gather": lambda x, w, gate, down: grouped_matmul(x, w, SIZES, gather_indices=jnp.arange(17, -1, -1) - 1),
+    "gated": lambda x, w, gate, down: grouped_gated_matmul(x, gate, w, SIZES),
+    "experts": lambda x, w, gate, down: gated_experts(x, gate, w, down, SIZES),
+}
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_rows_of_groups_in_chunks(name):
+    """5 chunks end inside groups and past the last group; the groups' sizes stay on the device."""
+    op, arrays = OF_GROUPS[name], (GROUPED_ROWS, GROUPS, GATE, EXPERTS_DOWN)
+    of = lambda *arrays: (op(*arrays) ** 2).sum()
+    for function in (jax.jit(op), jax.jit(jax.grad(of, argnums=range(4)))):
+        want = function(*arrays)
+        with chunks.forced(5) as split:
+            check(function(*arrays), want)
+        assert max(split) == 5  # matmuls inside a chunk of experts have fewer rows
+
+
+PATTERNS = {
+    "lse": {"segment_lengths": (4, 12), "dilation_rates": (1, 2), "is_causal": True},
+    "mean of groups": {
+        "segment_lengths": (6, 12),
+        "dilation_rates": (1, 3),
+        "heads": "groups",
+        "combine": "mean",
+        "segment_ids": IDS[:, :12],
+    },
+}
+OF_DILATED = QUERY, NORMAL(2, 12, 2, 8), NORMAL(2, 12, 2, 8)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_dilated_attention_in_chunks(name):
+    """2 chunks split the batch, 3 also heads, whose shards take other tokens."""
+
+    def of(*arrays):
+        out, lse = dilated_attention(*arrays, **PATTERNS[name], return_lse=True)
+        return (out * OF_OUT).sum() + jnp.where(jnp.isfinite(lse), lse * OF_LSE, 0).sum()
+
+    step = jax.jit(jax.value_and_grad(of, argnums=range(3)))
+    want = step(*OF_DILATED)
+    for count in (2, 3):
+        with chunks.forced(count) as split:
+            check(step(*OF_DILATED), want)
+        assert split[0] == count
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_dilated_attention_is_tried_again(monkeypatch, direction):
+    """The call's program fails as a whole, so that the call is split, not its attentions."""
+    real, tried = dilated._jitted, []
+
+    def limited(function, call, statics, count, arrays):
+        if function is getattr(dilated, f"_{direction}"):
+            tried.append(count)
+            if count < 4:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+        return real(function, call, statics, count, arrays)
+
+    step = jax.value_and_grad(lambda q: (dilated_attention(q, *OF_DILATED[1:], **PATTERNS["lse"]) * OF_OUT).sum())
+    want = step(QUERY)
+    monkeypatch.setattr(dilated, "_jitted", limited)
+    with pytest.warns(RuntimeWarning) as warned:
+        check(step(QUERY), want)
+    of = "dilated_attention" if direction == "forward" else "dilated_attention's backward"
+    assert [str(x.message) for x in warned][-1] == (
+        f"{of}: out of memory for query [2, 12, 4, 8] and key [2, 12, 2, 8] in float32; "
+        "the call is tried again in 4 chunks"
+    )
+    assert tried == [1, 2, 4]
+
+
 def test_forward_mode_in_chunks():
     of = lambda q: flash_attention(q, KEY, VALUE, is_causal=True)
     want = jax.jvp(of, (QUERY,), (OF_OUT,))
@@ -115,7 +208,12 @@ def test_a_limit_gives_chunks_and_the_plan_says_so():
         assert step.lower(QUERY, KEY, VALUE).as_text().count("optimization_barrier") >= 3
     with memory_limit(500):
         assert explain(matmul, ROWS, W).chunks.startswith("2 chunks of rows")
+        assert explain(grouped_matmul, GROUPED_ROWS, GROUPS, SIZES).chunks.startswith("4 chunks of rows")
         assert explain(mlp, ROWS, UP, DOWN, w_gate=W).chunks.startswith("2 chunks of rows")
+    with memory_limit(20000):  # gathered rows, results, and float32 results of both branches take 39 kB
+        plan = explain(dilated_attention, *OF_DILATED, **PATTERNS["lse"])
+        assert plan.chunks.startswith("2 chunks of batch and heads")
+        assert f"in {plan.chunks}" in str(plan)
     with pytest.raises(ValueError, match="size: got 0"), memory_limit(0):
         pass
 
@@ -165,6 +263,13 @@ def test_a_matmul_is_tried_again(monkeypatch):
     limited = out_of_memory(monkeypatch, of_matmul.IMPLEMENTATIONS, "x", ROWS.size // 2)
     with limited, pytest.warns(RuntimeWarning, match=r"matmul: out of memory for x \[9, 16\] in float32"):
         check(matmul(ROWS, W), want)
+
+
+def test_a_grouped_matmul_is_tried_again(monkeypatch):
+    want = grouped_matmul(GROUPED_ROWS, GROUPS, SIZES)
+    limited = out_of_memory(monkeypatch, of_grouped.IMPLEMENTATIONS, "x", GROUPED_ROWS.size // 2)
+    with limited, pytest.warns(RuntimeWarning, match=r"grouped_matmul: out of memory for x \[18, 16\] in float32"):
+        check(grouped_matmul(GROUPED_ROWS, GROUPS, SIZES), want)
 
 
 def test_an_error_that_chunks_do_not_mend(monkeypatch):

@@ -1,12 +1,13 @@
 """The planned call of dilated_attention: the attention calls of its branches, and the Plan that describes them."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_kernels import dispatch
+from jax_kernels import chunks, dispatch
 from jax_kernels.inputs.attention import AttentionInputs, FlashArguments
 from jax_kernels.ops.attention.flash_attention import OP, flash_attention
 from jax_kernels.ops.attention.flash_attention import prepare as prepare_attention
@@ -14,13 +15,15 @@ from jax_kernels.ops.attention.implementations import AttentionRequest
 from jax_kernels.ops.attention.vjp import AttentionCall, vary_alike
 from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.dilated import branches as dilated_views
+from jax_kernels.ops.dilated import chunks as of_chunks
 from jax_kernels.ops.dilated import launch_grouping as dilated_launches
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.branches import BranchCall
-from jax_kernels.ops.dilated.checks import Pattern, check
+from jax_kernels.ops.dilated.checks import Checked, Pattern, check
 from jax_kernels.ops.dilated.pieces import Piece
 from jax_kernels.ops.dilated.vjp import DilatedCall
 from jax_kernels.ops.planned_op import TunableCall, composed
+from jax_kernels.pallas.triton import backend
 
 __all__ = ["DilatedPlan", "plan_of_call", "prepare"]
 
@@ -52,6 +55,7 @@ class DilatedPlan(dispatch.Plan):
                 how += f" in {len(shifts)} steps of a ring of {devices} devices"
             blocks = "" if plan.config is None else f", {plan.config} from {plan.source}"
             lines.append(f"  segments of {length} at rate {rate}: {how}{blocks}")
+        lines += [] if self.chunks is None else [f"  in {self.chunks}"]
         return "\n".join(lines + self.lines_of_others())
 
 
@@ -65,11 +69,14 @@ def plan_of_call(op: str, **arguments: Any) -> DilatedPlan:
     request, arguments = checked.request, checked.arguments
     plans: dict[Piece, dispatch.Plan] = {}
     in_place: tuple[set[Piece], ...] = set(), set()
+    launches: list[BranchCall] = []
     for views in checked.pattern.calls():
         with dispatch.on_device(request.device):
             plan = flash_attention.plan(**_specs(request, views), **arguments)  # type: ignore[attr-defined]
         plans |= dict.fromkeys(views.pieces, plan)
-        for found, parts in zip(in_place, _parts(views, plan, request), strict=True):
+        of_views = _parts(views, plan, request)
+        launches += of_views[0]
+        for found, parts in zip(in_place, of_views, strict=True):
             found |= {piece for part in parts if part.is_strided for piece in part.pieces}
     pieces = sorted(plans, key=lambda piece: (piece.branch, piece.start))
     if pieces:
@@ -80,13 +87,34 @@ def plan_of_call(op: str, **arguments: Any) -> DilatedPlan:
     branches = tuple((piece.length, piece.rate, plans[piece]) for piece in pieces)
     of_pieces = [tuple(piece in found for piece in pieces) for found in in_place]
     return DilatedPlan(
-        **fields | {"op": op},
+        **fields | {"op": op, "chunks": _why_chunks(checked, most, launches)},
         branches=branches,
         in_place=of_pieces[0],
         in_place_differentiated=of_pieces[1],
         devices=tuple(1 if piece.span is None else piece.span.devices for piece in pieces),
         shifts=tuple((0,) if piece.span is None else piece.span.shifts for piece in pieces),
     )
+
+
+def _why_chunks(checked: Checked, most: dispatch.Plan, launches: Sequence[BranchCall]) -> str | None:
+    """The chunks of a call without gradients, in words, or else of its attention with most work; None without chunks.
+
+    most: the plan of this attention. launches: the call's attentions.
+    """
+    by_kernels = most.implementation in ("mosaic_gpu", "triton")
+    need = of_chunks.need_of(
+        launches,
+        of_chunks.Sizes.of_request(checked.request),
+        branches=checked.merge["branches"],
+        by_passes=by_kernels and backend.AVAILABLE,
+        has_float32_out=_is_merged(checked.merge) and most.implementation != "mosaic_gpu",
+    )
+    return chunks.why(need, checked.request.device) or most.chunks
+
+
+def _is_merged(merge: Mapping[str, Any]) -> bool:
+    """Whether a token can be in several branches, or its result has a weight."""
+    return merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
 
 
 def _specs(request: AttentionRequest, views: BranchCall) -> dict[str, Any]:
@@ -161,6 +189,7 @@ def _recorded(call: DilatedCall, checked: Any, keywords: dict[str, Any], arrays:
         inputs=_Inputs(*arrays),
         moving=("query", "key", "value"),
         parts=tuple(parts),
+        axis_name=keywords["shards"].axis_name if is_sharded else None,
         plan=lambda: plan_of_call(name, **{name: specs_of(x) for name, x in keywords.items()}),
     )
 
@@ -183,7 +212,7 @@ class _CheckedCall:
         request, merge, arguments = self.pattern.of_part(count), dict(self.merge), dict(self.arguments)
         if self.implementation is not None:
             arguments["implementation"] = self.implementation
-        is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
+        is_merged = _is_merged(merge)
         plan = lambda arrays: prepare_attention(FlashArguments(**arrays, **arguments))[0]
         attentions: list[tuple[BranchCall, AttentionCall]] = []
         differentiated: list[tuple[BranchCall, AttentionCall]] = []

@@ -10,17 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
+from jax_kernels import chunks
 from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.ops.attention import vjp as attention
-from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.attention.vjp import AttentionCall
 from jax_kernels.ops.dilated import branches as dilated_views
+from jax_kernels.ops.dilated import chunks as of_chunks
 from jax_kernels.ops.dilated import ring_steps
 from jax_kernels.ops.dilated.branches import BranchCall
+from jax_kernels.ops.dilated.partitioning import shared
 from jax_kernels.ops.dilated.pieces import Piece
-from jax_kernels.ops.planned_op import merged_vmap
+from jax_kernels.ops.planned_op import jitted_in_eager_shard_map
 from jax_kernels.ops.ring.partial_results import BackwardInputs
-from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
 from jax_kernels.pallas.attention.passes import merge_branches
 from jax_kernels.pallas.triton import backend
 from jax_kernels.reference.attention import row_terms
@@ -38,11 +39,6 @@ __all__ = ["DilatedCall", "run", "with_results"]
 
 REVERSE_MODE = no_forward_mode("dilated_attention")
 Parts = list[tuple[Piece, jax.Array]]
-
-WARNING = (
-    "query: its tokens are sharded over devices, and each device gathers all of them; use "
-    "sequence_parallel_dilated_attention inside jax.shard_map"
-)
 
 
 @jax.tree_util.register_static
@@ -103,53 +99,33 @@ class DilatedCall:
         return any(views.span is not None for views, _ in self.attentions)
 
 
-def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
-    """arrays -> function(call, *statics, arrays), which XLA's partitioner may shard over batch and heads.
+def _split(function: Any, call: DilatedCall, statics: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+    """function(call, *statics, arrays), in chunks if the memory requires it. An eager call that fails is tried again.
 
-    function: _forward or _backward. arrays: a tuple, of query, key and more. A program fixes the tokens that each head
-    takes. So, unless all shards of the heads take the same tokens, each shard has a program of its own, and a device
-    runs the program of its shard. A vmap is merged into the batch.
+    function: _forward or _backward.
     """
-    plain = functools.partial(function, call, *statics)
-    if not is_partitioned() or not call.attentions or not call.by_kernels or call.has_spans or call.of_heads is None:
-        return plain
-    of_heads = call.of_heads
-
-    def run(arrays: Any) -> Any:
-        query, key = arrays[:2]
-        axes = by_heads(query.shape[2], key.shape[2])
-        kv_heads = key.shape[2]
-        shares = Shares(
-            arguments=_axes(arrays, axes, _ARGUMENTS),
-            results=lambda results: _axes(results, axes, _RESULTS[len(results)]),
-            lengths={BATCH: query.shape[0], HEADS: query.shape[2] if kv_heads == 1 else kv_heads},
-            warning=WARNING,
-            by_index=ByIndex(HEADS, of_heads, lambda part, arrays: function(part, *statics, arrays)),
-        )
-        return partitioned(plain, shares, (function, call, statics), has_rules=True)(arrays)
-
-    return merged_vmap(run)
+    backward = function is _backward
+    attentions = call.differentiated if backward or statics[0] else call.attentions
+    need = of_chunks.need_of(
+        [views for views, _ in attentions if call.of_heads is not None],
+        of_chunks.Sizes.of_arrays(arrays),
+        branches=call.branches,
+        by_passes=bool(attentions) and call.by_passes,
+        has_float32_out=any(planned.out_dtype == "float32" for _, planned in attentions),
+        backward=backward,
+    )
+    op = "dilated_attention's backward" if backward else "dilated_attention"
+    query, key = arrays[:2]
+    sizes = f"query {list(query.shape)} and key {list(key.shape)} in {query.dtype}"
+    run = lambda: _jitted(function, call, statics, of_chunks.count_of(need, arrays), arrays)
+    return chunks.retried(op, sizes, run, need.most)
 
 
-# The axes (see _axes) of the arguments of _forward and _backward, and of their results, by the number of results.
-_ARGUMENTS = "query", "key", "key", "ids", "query", "lse", "query", "lse"
-_RESULTS = {2: ("query", "lse"), 3: ("query", "key", "key")}
-
-
-def _axes(arrays: Any, of_heads: tuple[Axis, Axis | None], names: tuple[str, ...]) -> list[ArrayAxes]:
-    """The axes of each array that is not None. of_heads: (query's axis of heads, key's). names: the kind of each array.
-
-    A kind is "query", "key" (key or value), "ids" or "lse".
-    """
-    heads, kv_heads = of_heads
-    batch = Axis(BATCH)
-    axes: dict[str, ArrayAxes] = {
-        "query": (batch, None, heads, None),
-        "key": (batch, None, kv_heads, None),
-        "ids": (batch, None),
-        "lse": (batch, heads, None),
-    }
-    return [axes[name] for name, x in zip(names, arrays, strict=False) if x is not None]
+# Jitted for callers without jit: the views and the merge are many small operations.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _jitted(function: Any, call: DilatedCall, statics: tuple[Any, ...], count: int, arrays: tuple[Any, ...]) -> Any:
+    run = lambda call, arrays: shared(function, call, *statics)(arrays)
+    return run(call, arrays) if count == 1 else of_chunks.in_chunks(run, call, arrays, count)
 
 
 def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> AttentionInputs:
@@ -252,19 +228,20 @@ def _dilated(call: DilatedCall, arrays: Any):
 
 
 def _results(call, arrays):
-    return _shared(_forward, call, False)(arrays)[: 1 + call.return_lse]
+    return _split(_forward, call, (False,), arrays)[: 1 + call.return_lse]
 
 
 @under_defaults
 def _dilated_fwd(call, arrays):
-    out, lse = _shared(_forward, call, True)(arrays if call.by_xla else without_derivative(arrays, NO_SECOND))
+    given = arrays if call.by_xla else without_derivative(arrays, NO_SECOND)
+    out, lse = _split(_forward, call, (True,), given)
     return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
 
 
 @under_defaults
 def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     dout, dlse = cotangents if call.return_lse else (*cotangents, None)
-    return ((*_shared(_backward, call)((*residuals, dout, dlse)), None),)
+    return ((*_split(_backward, call, (), (*residuals, dout, dlse)), None),)
 
 
 def _backward(call: DilatedCall, arrays):
@@ -379,7 +356,10 @@ def _branch_terms(
 _by_kernels = jax.custom_vjp(_results, nondiff_argnums=(0,))
 _by_kernels.defvjp(_dilated_fwd, _dilated_bwd)
 _plain = in_both_modes(
-    _results, _dilated_fwd, _dilated_bwd, plain=lambda call, arrays: _forward(call, True, arrays)[: 1 + call.return_lse]
+    _results,
+    _dilated_fwd,
+    _dilated_bwd,
+    plain=lambda call, arrays: _split(_forward, call, (True,), arrays)[: 1 + call.return_lse],
 )
 
 
@@ -398,9 +378,11 @@ _of_results: Any = (
     lambda call, arrays, out, lse: ((out, lse), (*arrays, out, lse)),
     lambda call, residuals, cotangents: (*_dilated_bwd(call, residuals, cotangents), None, None),
 )
+_again: Any = lambda call, arrays, out, lse: _split(_forward, call, (True,), arrays)
 _with_results = jax.custom_vjp(_of_results[0], nondiff_argnums=(0,))
 _with_results.defvjp(*_of_results[1:])
-_plain_with_results = in_both_modes(*_of_results, plain=lambda call, arrays, out, lse: _forward(call, True, arrays))
+_plain_with_results = in_both_modes(
+    *_of_results, plain=lambda call, arrays, out, lse: _split(_forward, call, (True,), arrays)
+)
 
-# Jitted for callers without jit: the views and the merge are many small operations.
-run = jax.jit(_dilated, static_argnums=0)
+run = jitted_in_eager_shard_map(_dilated)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
+from jax_kernels import chunks
+from jax_kernels.chunks import Need
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.inputs.matmul import in_range
 from jax_kernels.ops.grouped import gradients
@@ -21,6 +23,7 @@ from jax_kernels.ops.grouped.implementations import GATED
 from jax_kernels.ops.matmul.gradients import epilogue_gradients
 from jax_kernels.ops.matmul.mlp import RESIDUALS
 from jax_kernels.ops.planned_op import PlannedCall
+from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
@@ -74,7 +77,16 @@ def _planned(call: PlannedCall, inputs: ExpertsInputs) -> jax.Array:
 
 
 def _out(call, inputs):
-    return _down(call, inputs, gradients.forward_of(call)(inputs.first).out)
+    """out [M, N]; in chunks of rows if the hidden values of all rows do not fit the memory."""
+    whole = lambda inputs: _down(call, inputs, gradients.forward_of(call)(inputs.first).out)
+    groups, rows, columns, _ = call.options.sizes(inputs.first)
+    if not all(isinstance(size, int) for size in (groups, rows, columns)) or rows < 2 or groups == 0:
+        return whole(inputs)
+    x = inputs.first.x
+    hidden = 1.0 * rows * columns * x.dtype.itemsize
+    need = Need(kept=2.0 * x.size * x.dtype.itemsize, temporary=hidden, most=rows, axes="rows")
+    part = lambda rows: whole(inputs._replace(first=gradients.of_rows(inputs.first, rows)))
+    return chunks.by_rows("gated_experts", need, x, part, is_partitioned(), rows)
 
 
 def _down(call: PlannedCall, inputs: ExpertsInputs, hidden: jax.Array, *, transpose_w: bool = False) -> jax.Array:

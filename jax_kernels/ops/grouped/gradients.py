@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels import dispatch
+from jax_kernels import chunks, dispatch
 from jax_kernels.inputs.group_tiles import group_offsets
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult, WeightGradientInputs
-from jax_kernels.ops.grouped.implementations import IMPLEMENTATIONS, OP, request_of
+from jax_kernels.ops.grouped.implementations import IMPLEMENTATIONS, OP, need_of, request_of
 from jax_kernels.ops.grouped.partitioning import shared_matmul, shared_weight_gradient
 from jax_kernels.ops.matmul.gradients import ScaledCotangents, epilogue_gradients
 from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, no_calls
@@ -21,7 +21,7 @@ from jax_kernels.reference.grouped_matmul import sum_of_rows
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["forward_of", "further", "input_gradient", "planned", "weight_gradient"]
+__all__ = ["forward_of", "further", "input_gradient", "of_rows", "planned", "weight_gradient"]
 
 
 def planned(call: PlannedCall, inputs: GroupedInputs) -> jax.Array:
@@ -121,8 +121,34 @@ _plain = in_both_modes(_out, _forward, _backward)
 
 
 def forward_of(call: PlannedCall) -> Callable[[GroupedInputs], GroupedResult]:
-    """A function from GroupedInputs to the GroupedResult of the call's implementation."""
-    return functools.partial(_run, call, "forward") if call.implementation == "xla" else _shared_forward(call)
+    """A function from GroupedInputs to the GroupedResult of the call's implementation, in chunks if memory requires it.
+
+    The chunks are of rows. They may end inside a group.
+    """
+    whole = functools.partial(_run, call, "forward") if call.implementation == "xla" else _shared_forward(call)
+    return functools.partial(_in_chunks, call, whole)
+
+
+def _in_chunks(
+    call: PlannedCall, whole: Callable[[GroupedInputs], GroupedResult], inputs: GroupedInputs
+) -> GroupedResult:
+    groups, rows, columns, _ = call.options.sizes(inputs)
+    if not all(isinstance(size, int) for size in (groups, rows, columns)) or rows < 2 or groups == 0:
+        return whole(inputs)
+    results = (3 if inputs.is_gated else 2) if call.options.saves_preactivation else 1
+    need = need_of(call.implementation, rows, columns, call.options.out_dtype, results)
+    name = "grouped_gated_matmul" if inputs.is_gated else "grouped_matmul"
+    return chunks.by_rows(name, need, inputs.x, lambda part: whole(of_rows(inputs, part)), is_partitioned(), rows)
+
+
+def of_rows(inputs: GroupedInputs, part: slice) -> GroupedInputs:
+    """The call of some rows. A group has the rows of the slice that are in it, also if it has none."""
+    if part == slice(None):
+        return inputs
+    ends = jnp.clip(group_offsets(inputs.group_sizes, inputs.rows), part.start, part.stop)
+    moving = ("x", "x_up") if inputs.gather is None else ("gather",)
+    arrays = {name: x[part] for name in moving if (x := getattr(inputs, name)) is not None}
+    return inputs._replace(group_sizes=jnp.diff(ends).astype(inputs.group_sizes.dtype), **arrays)
 
 
 def _weight_gradient_of(call: PlannedCall) -> Callable[[WeightGradientInputs], jax.Array]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from jax_kernels.chunks import Need
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.ops import unsupported
@@ -22,7 +23,7 @@ from jax_kernels.pallas.triton import backend
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.reference import grouped_matmul as reference
 
-__all__ = ["GATED", "IMPLEMENTATIONS", "OP", "GroupedRequest", "request_of"]
+__all__ = ["GATED", "IMPLEMENTATIONS", "OP", "GroupedRequest", "need_of", "request_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,5 +166,17 @@ def _order(request: GroupedRequest) -> tuple[tuple[str, ...], str]:
     return block_specs.grouped_order(request.device.compute_capability, rows=request.m, groups=request.groups)
 
 
-OP = PlannedOp("grouped_matmul", IMPLEMENTATIONS, _order)
-GATED = PlannedOp("grouped_gated_matmul", IMPLEMENTATIONS, _order)
+def need_of(name: str, rows: int, columns: int, out_dtype: str, results: int = 1) -> Need:
+    """The Need of a call by the implementation `name`, which returns `results` arrays [rows, columns]."""
+    size = 1.0 * rows * columns * jnp.dtype(out_dtype).itemsize * results
+    return Need(kept=size, temporary=size if name == "xla" else 0.0, most=rows, axes="rows")  # xla computes tiles first
+
+
+def _need(request: GroupedRequest, name: str) -> Need:
+    if not all(isinstance(size, int) and size > 0 for size in (request.m, request.n, request.groups)):
+        return Need(kept=0, temporary=0, most=1, axes="")
+    return need_of(name, request.m, request.n, request.out_dtype)
+
+
+OP = PlannedOp("grouped_matmul", IMPLEMENTATIONS, _order, _need)
+GATED = PlannedOp("grouped_gated_matmul", IMPLEMENTATIONS, _order, _need)

@@ -24,6 +24,11 @@ class RingPlan(Plan):
     attention takes, its plan) of all attentions of a device, in order. In step s of a ring, a device takes the keys of
     the device that is s before it. differentiated_steps: the same under differentiation. A call without a token or a
     head has no step.
+
+    Only jax_kernels.analyze fills the other fields. work: each device's share of the pairs of a query and a key that
+    the layout's limits leave. sent_bytes: the bytes that a device sends in a call without gradients.
+    differentiated_work: like work, under differentiation. differentiated_sent_bytes: the bytes of a forward and of its
+    backward, with the gradients of query, key and value.
     """
 
     devices: int = 1
@@ -32,6 +37,10 @@ class RingPlan(Plan):
     differentiated: str = ""
     steps: tuple[tuple[str, Plan], ...] = ()
     differentiated_steps: tuple[tuple[str, Plan], ...] = ()
+    work: tuple[float, ...] = ()
+    sent_bytes: float | None = None
+    differentiated_work: tuple[float, ...] = ()
+    differentiated_sent_bytes: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.implementation} ({self.why})", f"  device: {self.device}"]

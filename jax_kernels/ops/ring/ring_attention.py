@@ -10,13 +10,21 @@ from jaxtyping import Array, Float, Float32, Integer
 
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention.traced_masks import mask_or_nan
-from jax_kernels.ops.planned_op import explained_as, jitted_in_eager_shard_map, recorded_plans
+from jax_kernels.ops.planned_op import (
+    composed,
+    explained_as,
+    inside_composed,
+    jitted_in_eager_shard_map,
+    recorded_plans,
+)
 from jax_kernels.ops.ring import vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention
 from jax_kernels.ops.ring.plan import RingPlan, plan_of
 from jax_kernels.ops.ring.prepare import STRATEGIES, prepare
+from jax_kernels.ops.ring.recorded import recorded
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
+from jax_kernels.ops.ring.traffic import sent_bytes, work_shares
 from jax_kernels.ops.ring.vjp import run
 from jax_kernels.ops.sharding.axis_plans import on_axis
 from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
@@ -194,39 +202,64 @@ def ring_attention(
     Sources: Liu et al., "Ring Attention with Blockwise Transformers" (2023), arXiv:2310.01889; Brandon et al., "Striped
     Attention" (2023), arXiv:2311.09431; Jacobs et al., "DeepSpeed Ulysses" (2023), arXiv:2309.14509.
     """
-    call, arrays = prepare(
-        query,
-        key,
-        value,
-        axis_name=axis_name,
-        layout=layout,
-        strategy=strategy,
-        sends_ahead=sends_ahead,
-        mask=mask,
-        is_causal=is_causal,
-        window=window,
-        segment_ids=segment_ids,
-        sinks=sinks,
-        score_mod=score_mod,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        return_lse=return_lse,
-        deterministic=deterministic,
-        precision=precision,
-        implementation=implementation,
-    )
+    arguments: dict[str, Any] = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "layout": layout,
+        "strategy": strategy,
+        "sends_ahead": sends_ahead,
+        "mask": mask,
+        "is_causal": is_causal,
+        "window": window,
+        "segment_ids": segment_ids,
+        "sinks": sinks,
+        "score_mod": score_mod,
+        "bias": bias,
+        "scale": scale,
+        "softcap": softcap,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    call, arrays = prepare(**arguments, axis_name=axis_name)
+    if not _is_empty(arrays) and all(isinstance(size, int) for size in query.shape):
+        arrays = composed(lambda: recorded(call, arrays, attention_of, _plan_with_traffic, arguments), arrays)
     out, lse = attention_of(call, arrays)
     return (out, lse) if return_lse else out
 
 
-def _plan(*, axis_name: str, **arguments: Any) -> RingPlan:
+def _plan(*, axis_name: str, with_traffic: bool = False, **arguments: Any) -> RingPlan:
     def plan(**arguments: Any) -> RingPlan:
         with recorded_plans() as plans:
             call, arrays = prepare(**arguments, axis_name=axis_name)
-        return plan_of(call, arrays, plans[-1] if plans else None)
+        found = plan_of(call, arrays, plans[-1] if plans else None)
+        return dataclasses.replace(found, **_traffic(call, arrays)) if with_traffic else found
 
     return on_axis(axis_name, plan, arguments)
+
+
+_plan_with_traffic = functools.partial(_plan, with_traffic=True)
+
+
+def _traffic(call: RingCall, arrays: RingArrays) -> dict[str, Any]:
+    """The fields of RingPlan for jax_kernels.analyze."""
+    differentiated = dataclasses.replace(call, strategy=call.differentiated)
+
+    def gradients() -> Any:
+        run = lambda q, k, v: _of_strategy(differentiated, arrays._replace(query=q, key=k, value=v))
+        results, backward = jax.vjp(run, *arrays[:3])
+        return backward(results)  # any cotangents
+
+    sent = functools.partial(sent_bytes, axis_name=call.axis_name, devices=call.layout.devices)
+    forward, of_forward = (sent(functools.partial(_of_strategy, x, arrays)) for x in (call, differentiated))
+    return {
+        "work": work_shares(call.layout, call.strategy),
+        "sent_bytes": forward,
+        "differentiated_work": work_shares(call.layout, call.differentiated),
+        "differentiated_sent_bytes": (of_forward, sent(gradients) - of_forward),
+    }
 
 
 explained_as(_plan)(ring_attention)
@@ -283,7 +316,8 @@ def _of_strategy(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arr
         "all_to_all": all_to_all_attention,
         "all_gather": all_gather_attention,
     }
-    return strategies[call.strategy](call, arrays)
+    with inside_composed():
+        return strategies[call.strategy](call, arrays)
 
 
 def _of_either(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_kernels.ops.planned_op import inside_composed
 from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.partial_results import BackwardInputs, Pair, Visitors, log_sum, merged_exactly, weight
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
@@ -137,12 +138,13 @@ def gradients(
     """
     terms = row_terms(out, lse, dout, dlse)
     backward, dmod, dbias = BackwardInputs(lse=terms[0], delta=terms[1], dout=dout, lse_lo=lse_lo), None, None
-    if call.strategy == "halo":
-        dquery, dkey, dvalue = halo.gradients(call, arrays, backward, halos)
-    elif lse_lo is None:
-        dquery, dkey, dvalue = _gradients(call, arrays, backward)
-    else:
-        dquery, dkey, dvalue, dmod, dbias = _all_gradients(call, arrays, backward)
+    with inside_composed():
+        if call.strategy == "halo":
+            dquery, dkey, dvalue = halo.gradients(call, arrays, backward, halos)
+        elif lse_lo is None:
+            dquery, dkey, dvalue = _gradients(call, arrays, backward)
+        else:
+            dquery, dkey, dvalue, dmod, dbias = _all_gradients(call, arrays, backward)
     dsinks = None
     if arrays.sinks is not None:
         share = jnp.exp(arrays.sinks[..., None] - terms[0] - (0 if lse_lo is None else lse_lo))
