@@ -171,6 +171,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128, help="of the shape 2, 8192, 2048 / head_dim, head_dim")
     parser.add_argument("--shape", help="batch,seq,heads,head_dim[/value_head_dim][,kv_heads] instead of --head-dim")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    told = "factor of the queries: scores of 8 or more have no useful bound by norms"
+    parser.add_argument("--query-scale", type=seconds, default=1.0, help=told)
     parser.add_argument("--configs", help="instead of the grid, fields in order or by name: '2,128,2;3,128,stages=3'")
     parser.add_argument("--seconds", type=seconds, default=0.1, help="queued work of one turn")
     parser.add_argument("--turns", type=count, default=2, help="turns of a config when it is first timed")
@@ -286,8 +288,9 @@ class Sweep:
         named = args.control or (ours if jax.default_backend() == "gpu" else "xla")
         name, self.timer = choose_timer(args.timer, sorted({"jax", framework(named)}))
         facts = {"case": dataclasses.asdict(case), "implementation": args.implementation, "mask": args.mask}
+        facts |= {"query_scale": args.query_scale}
         self.results |= report.header(args.commit, **facts, timer=name, method=METHODS[name]["jax"])
-        sets = input_sets(case)
+        sets = [dataclasses.replace(of, query=of.query * args.query_scale) for of in input_sets(case)]
         control = control_of(args, named, sets)
         if control.status != "ok":
             raise RuntimeError(f"the control {control.name} does not run: {control.reason}")

@@ -34,8 +34,10 @@ def test_grids_of_narrower_values(causal):
 
 
 def test_sweep_of_narrower_values():
-    args = sweep.arguments(["--output", "x.json", "--shape", "2,8192,16,192/128", "--control", "fa4"])
+    argv = ["--output", "x.json", "--shape", "2,8192,16,192/128", "--control", "fa4", "--query-scale", "8"]
+    args = sweep.arguments(argv)
     assert (args.case.head_dim, args.case.value_head_dim, args.control) == (192, 128, "fa4")
+    assert args.query_scale == 8
     assert args.configs == sweep.grid("mosaic_gpu", "fwd", 192, False, 128)
 
 
