@@ -73,7 +73,8 @@ def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
     output = tmp_path / "sweep.json"
     argv = [
         "--implementation", "triton", "--shape", "1,64,2,16", "--causal", "yes", "--timer", "host", "--seconds", "0.01",
-        "--configs", "64,64,4,2;32,32,4,2;16,16,4,2;128,64,4,2", "--rounds", "2", "--control-every", "2",
+        "--query-scale", "8", "--configs", "64,64,4,2;32,32,4,2;16,16,4,2;128,64,4,2",
+        "--rounds", "2", "--control-every", "2",
         "--worker-until", str(sweep.time.time() + 60), "--output", str(output),
     ]  # fmt: skip
     assert sweep.main(argv) == 0
