@@ -30,7 +30,8 @@ class GroupedRequest(Request):
     """A grouped matmul, or grouped gated unit, without its arrays: x [m, k], w and w_up [groups, k, n].
 
     source_rows: the rows of x, which are m rows, or from which m rows are gathered. gathers: whether they are gathered.
-    dtype: x's. activation: a function, or None. precision: of float32 matmuls.
+    dtype: x's. activation: a function, or None. precision: of float32 matmuls. scaling: "row" of an 8-bit matmul, else
+    None.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ("groups", "m", "n", "k", "source_rows")
@@ -45,6 +46,7 @@ class GroupedRequest(Request):
     activation: Any
     precision: str | None
     gathers: bool = False
+    scaling: str | None = None
 
 
 def request_of(options: GroupedOptions, inputs: GroupedInputs, device: Any) -> GroupedRequest:
@@ -63,6 +65,7 @@ def request_of(options: GroupedOptions, inputs: GroupedInputs, device: Any) -> G
         activation=options.activation,
         precision=options.precision,
         gathers=inputs.gather is not None,
+        scaling=options.scaling,
     )
 
 
@@ -70,6 +73,8 @@ def _supports_mosaic(request: GroupedRequest) -> str | None:
     """The reason, in words for users, why the Hopper kernel cannot serve the request; None if it can."""
     if reason := unsupported.no_gpu(request) or unsupported.not_hopper(request):
         return reason
+    if request.scaling is not None:
+        return "it has no 8-bit matmuls"
     if "float32" in (request.dtype, request.out_dtype):
         return "it takes and returns bfloat16 and float16, not float32"
     if request.gathers:
@@ -83,6 +88,8 @@ def _supports_triton(request: GroupedRequest) -> str | None:
     """The reason, in words for users, why the Triton kernels cannot serve the request; None if they can."""
     if reason := unsupported.no_triton(request):
         return reason
+    if request.scaling is not None:
+        return "it has no 8-bit matmuls"
     if request.precision == "fp32":
         return "its float32 matmuls use tf32, which needs precision='tf32'"
     shapes = (
