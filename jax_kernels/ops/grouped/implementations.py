@@ -73,12 +73,12 @@ def _supports_mosaic(request: GroupedRequest) -> str | None:
     """The reason, in words for users, why the Hopper kernel cannot serve the request; None if it can."""
     if reason := unsupported.no_gpu(request) or unsupported.not_hopper(request):
         return reason
-    if request.scaling is not None:
-        return "it has no 8-bit matmuls"
     if "float32" in (request.dtype, request.out_dtype):
         return "it takes and returns bfloat16 and float16, not float32"
     if request.gathers:
         return "it loads blocks of neighbouring rows, and gathers none"
+    if request.scaling is not None and (request.n % 128 or request.k % 128):  # the gradient of x sums over N
+        return "its 8-bit matmuls need K and N in multiples of 128"
     if request.n % 64 or request.k % 64:
         return "it needs K and N in multiples of 64"
     return not_for_mosaic(request.activation) or unsupported.no_mosaic(request)
@@ -109,7 +109,7 @@ def _config(request: GroupedRequest, implementation: str) -> tuple[Blocks, str]:
 
     On Hopper the gradient of w is Triton's if the number of rows is not a multiple of 8.
     """
-    itemsize = jnp.dtype(request.dtype).itemsize
+    itemsize = 1 if request.scaling is not None else jnp.dtype(request.dtype).itemsize
     call = GroupedCall(
         rows=request.m,
         groups=request.groups,

@@ -67,6 +67,7 @@ def test_quantized_weights(transpose_w):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_derivatives():
     """Forward mode, second derivatives and the gradients of a vmap, by "xla"."""
     call = lambda x, w: grouped_matmul(x, w, GROUP_SIZES, activation="silu", precision="fp8")
