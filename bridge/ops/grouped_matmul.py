@@ -46,7 +46,7 @@ def grouped_matmul(
         x.
       activation, out_dtype, implementation: as in bridge.matmul.
       precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
-        "bf16" or "fp16": x and w are rounded to this dtype first.
+        "bf16" or "fp16": x and w are rounded to this dtype first; "fp8": to 8 bits, as in jax_kernels.grouped_matmul.
 
     It raises the errors of jax_kernels.grouped_matmul, or of bridge.from_jax if they differ.
     """

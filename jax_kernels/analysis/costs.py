@@ -175,7 +175,7 @@ def _grouped(request: GroupedRequest, inputs: Any, backward: bool) -> Cost:
     flops *= 2 if backward else 1
     out = request.m * columns * jnp.dtype(request.out_dtype).itemsize
     given = bytes_of(inputs)
-    arithmetic = _matmul_arithmetic(request.dtype, request.precision)
+    arithmetic = _matmul_arithmetic(request.dtype, request.precision, request.scaling)
     return Cost(flops=flops, bytes=given * (2 if backward else 1) + out, arithmetic=arithmetic, is_bound=True)
 
 

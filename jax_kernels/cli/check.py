@@ -42,7 +42,7 @@ from jax_kernels.testing import (
 from jax_kernels.testing import (
     normalization as testing_normalization,
 )
-from jax_kernels.testing.low_precision import fp8_matmul, low_bit_matmul
+from jax_kernels.testing.low_precision import fp8_grouped_matmul, fp8_matmul, low_bit_matmul
 
 # The cases that run without --full, by op.
 QUICK = {
@@ -61,6 +61,7 @@ QUICK = {
     "layer_norm": ("plain", "odd", "residual", "no_weights", "float32", "far_mean", "wide"),
     "rms_norm": ("rms", "rms_residual", "rms_offset", "rms_no_scale", "rms_wide"),
     "fp8_matmul": ("odd_tensor", "transposed_row", "bfloat16_out_block", "tiles_row"),
+    "fp8_grouped_matmul": fp8_grouped_matmul.QUICK,
     "low_bit_matmul": ("int8_plain", "int4_gated", "mxfp8_transposed", "mxfp4_wide_out", "tiles_int4"),
     "fp8_norm": ("plain", "odd", "residual", "rms_offset", "rms_wide"),
 }  # fmt: skip
@@ -239,6 +240,12 @@ SUITES = {
     "rms_norm": _norm_suite("rms_norm"),
     "fp8_matmul": _suite_of_errors(
         fp8_matmul, fp8_matmul.CASES | _tiles(fp8_matmul), fp8_matmul.GPU, probe="tiles_tensor"
+    ),
+    "fp8_grouped_matmul": _suite_of_errors(
+        fp8_grouped_matmul,
+        fp8_grouped_matmul.CASES | _tiles(fp8_grouped_matmul),
+        fp8_grouped_matmul.GPU,
+        probe="tiles_small",
     ),
     "low_bit_matmul": _low_bit_suite(),
     "fp8_norm": Suite(

@@ -196,7 +196,7 @@ def _of_query(axes: slice, dtype: str) -> Callable[[Call], Any]:
 
 _RESIDUAL = _flag("with a residual", lambda call: spec((*call.first.shape[:-1], _columns(call)), call.first.dtype.name))
 _PRODUCT_PRECISION = Option(help="fp32 or tf32, for float32; fp8, for any dtype")
-_GROUPED_PRECISION = Option(help="fp32 or tf32, for float32; bf16 or fp16, for any dtype")
+_GROUPED_PRECISION = Option(help="fp32 or tf32, for float32; bf16 or fp16, for any dtype; fp8, of grouped_matmul")
 _ACTIVATION = Option(help="silu, gelu, ...")
 
 # By argument; "op.argument" is for one op alone.

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 
 class GroupedInputs(NamedTuple):
@@ -14,6 +14,9 @@ class GroupedInputs(NamedTuple):
     number of rows of each group. bias: [G, N], x's dtype or float32. w_up: like w, of a gated unit. x_up: like x; a
     call with x_up has no gated unit, and adds x_up @ w_up to x @ w. gather: int32 [M], without x_up: row i of the call
     is row gather[i] of x, which is [T, K]; an index outside of x gives a row of 0.
+
+    x_scale, w_scale: float32, the factors of 8-bit operands, see GroupedOptions.scaling: one for each row of x, and for
+    each column of each group's weights.
     """
 
     x: Float[Array, "M K"]
@@ -23,6 +26,8 @@ class GroupedInputs(NamedTuple):
     w_up: Float[Array, "G K N"] | Float[Array, "G N K"] | None = None
     x_up: Float[Array, "M K"] | None = None
     gather: Int32[Array, " M"] | None = None
+    x_scale: Float32[Array, " M"] | None = None
+    w_scale: Float32[Array, "G N"] | None = None
 
     @property
     def rows(self) -> int:
@@ -67,7 +72,7 @@ class GroupedOptions:
 
     out_dtype: of the results. activation: an elementwise function in jnp, or None. precision: of float32 matmuls,
     "fp32" or "tf32"; otherwise None. saves_preactivation: whether the result has preactivation and, for a gated unit,
-    up.
+    up. scaling: "row" of an 8-bit matmul, whose x and w have scales; otherwise None.
 
     In a call for the gradient of w, out_dtype and transpose_w are of this gradient.
     """
@@ -77,6 +82,7 @@ class GroupedOptions:
     activation: Callable[[Array], Array] | None = None
     precision: str | None = None
     saves_preactivation: bool = False
+    scaling: str | None = None
 
     def sizes(self, inputs: GroupedInputs) -> tuple[int, int, int, int]:
         """(G, M, N, K)."""

@@ -12,7 +12,8 @@ from jax import lax
 
 from jax_kernels.inputs.group_tiles import GroupTiles, group_of_rows, group_offsets, group_tiles
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult, WeightGradientInputs
-from jax_kernels.reference.matmul import PRECISIONS
+from jax_kernels.inputs.matmul import scale_shares
+from jax_kernels.reference.matmul import PRECISIONS, in_turn
 
 __all__ = ["gathered", "grouped_matmul", "sum_of_rows", "weight_gradient"]
 
@@ -34,6 +35,10 @@ def grouped_matmul(inputs: GroupedInputs, options: GroupedOptions) -> GroupedRes
         axes = 1, 1 if options.transpose_w else 0
         multiply: Any = lambda x, w: _dot(_rows(x, tile, block, inputs.gather), w[group], axes, options)
         z = multiply(inputs.x, inputs.w)
+        if inputs.x_scale is not None and inputs.w_scale is not None:
+            of_rows = _rows(inputs.x_scale[:, None], tile, block, inputs.gather)
+            first, last = scale_shares(of_rows)
+            z = in_turn(z, first, inputs.w_scale[group], last)
         z = z if inputs.x_up is None else z + multiply(inputs.x_up, inputs.w_up)
         z = z if inputs.bias is None else z + inputs.bias[group][None].astype(jnp.float32)
         out: Any = z if options.activation is None else options.activation(z)
@@ -120,6 +125,9 @@ def _rows(x: jax.Array, tile: GroupTiles, block: int, gather: jax.Array | None =
 
 def _dot(x: Any, w: Any, axes: tuple[int, int], options: GroupedOptions) -> jax.Array:
     """The matmul over these axes of x and w, in float32, in the options' precision."""
+    if options.scaling is not None:  # exact in both dtypes; on a GPU, XLA finds the 8-bit operands behind bfloat16
+        wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+        x, w = x.astype(wide), w.astype(wide)
     precision: Any = PRECISIONS[options.precision]
     if options.precision == "tf32" and jax.default_backend() != "gpu":
         precision = lax.Precision.HIGHEST  # XLA has tf32 only on GPUs

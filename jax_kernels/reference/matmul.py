@@ -11,7 +11,7 @@ from jax import lax
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult, scale_factors, scale_shares
 from jax_kernels.quantization import formats, scale_blocks
 
-__all__ = ["matmul", "of_blocks"]
+__all__ = ["in_turn", "matmul", "of_blocks"]
 
 PRECISIONS = {None: None, "fp32": lax.Precision.HIGHEST, "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32}
 
@@ -56,16 +56,16 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
         *scales, units = _raised(x_scale, w_scale)
         count = x.ndim - w.ndim + 1  # rows' axes
         x, w = of_blocks(x, scales[0], count), of_blocks(w, scales[1], 1)
-        return _in_turn(_sums(x, w, dataclasses.replace(options, precision="tf32")), *scale_factors(*units))
+        return in_turn(_sums(x, w, dataclasses.replace(options, precision="tf32")), *scale_factors(*units))
     if options.scaling is None:
         return _sums(x, w, options)
     # Both dtypes are exact. On a GPU, XLA finds the 8-bit operands behind bfloat16.
     wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     product = _sums(x.astype(wide), w.astype(wide), options)
     if options.scaling == "tensor":
-        return _in_turn(product, *scale_factors(x_scale, w_scale))
+        return in_turn(product, *scale_factors(x_scale, w_scale))
     first, last = scale_shares(x_scale[..., None])
-    return _in_turn(product, first, w_scale, last)
+    return in_turn(product, first, w_scale, last)
 
 
 def _raised(x_scale: Any, w_scale: Any) -> tuple[Any, Any, list[Any]]:
@@ -88,7 +88,7 @@ def _raised(x_scale: Any, w_scale: Any) -> tuple[Any, Any, list[Any]]:
     return x_scale, w_scale, [power_of_two(-power) for power in powers]
 
 
-def _in_turn(product: Any, *factors: Any) -> Any:
+def in_turn(product: Any, *factors: Any) -> Any:
     """product * factor for each factor, in this order. The barrier keeps XLA from changing the order."""
     for factor in factors:
         product = lax.optimization_barrier(product) * factor

@@ -24,6 +24,7 @@ SWIZZLED_8BIT = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))  
 # The same bytes for tiles of 64 columns, for copies of any number of rows: the tensor memory accelerator takes tiles of
 # 8 rows only from arrays whose rows are a multiple of 8.
 ROWS = (plgpu.TilingTransform((64,)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+ROWS_8BIT = (plgpu.TilingTransform((128,)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 # float32 tiles, as the tensor memory accelerator adds them, with 32 and with 16 columns.
 SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 SWIZZLED_F32_16 = (plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(64))  # type: ignore[abstract]

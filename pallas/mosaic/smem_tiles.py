@@ -1,4 +1,4 @@
-"""Tiles of 16-bit arrays in shared memory, and the copies between them and device memory."""
+"""Tiles of 16-bit and 8-bit arrays in shared memory, and the copies between them and device memory."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_kernels.pallas.kernel_types import Barrier, Ref
 from jax_kernels.pallas.mosaic import interpreter
-from jax_kernels.pallas.mosaic.layouts import ROWS, swizzle
+from jax_kernels.pallas.mosaic.layouts import ROWS, ROWS_8BIT, SWIZZLED_8BIT, swizzle
 from jax_kernels.pallas.mosaic.registers import recomputed
 from jax_kernels.pallas.mosaic.scratch import smem_ref
 
@@ -32,6 +32,7 @@ class SmemTiles:
     atom: the tiles have the layout of tiles with this number of columns (layouts.swizzle); None is `columns`. With
       any_rows atoms have 64 columns.
     chunked: whether a chunk has 64 columns without any_rows, too.
+    has_8_bits: whether the values have 8 bits. Then atoms have 128 columns, as have the tiles, with any_rows.
 
     The interpreter copies any number of rows without these limits.
     """
@@ -45,11 +46,15 @@ class SmemTiles:
         swizzled: bool = True,
         atom: int | None = None,
         chunked: bool = False,
+        has_8_bits: bool = False,
     ):
         self.any_rows = any_rows and swizzled
         self.whole = self.any_rows and whole and columns > 64
         self.transforms = swizzle(columns if atom is None else atom) if swizzled else ()
-        self.width = 64 if (self.any_rows or chunked) and not self.whole else columns
+        self.copy_transforms = ROWS_8BIT if has_8_bits else ROWS
+        if has_8_bits:
+            self.transforms = SWIZZLED_8BIT
+        self.width = columns if has_8_bits else 64 if (self.any_rows or chunked) and not self.whole else columns
         self.count = columns // self.width
         # Whether copies use other tiles of the memory than wgmma, and whether each copy has 8 rows.
         self.retiled = self.any_rows and not interpreter.INTERPRETED
@@ -61,8 +66,8 @@ class SmemTiles:
         tiles = smem_ref((*outer, self.count, rows, self.width), dtype, transforms=self.transforms)
         if not self.retiled:
             return tiles
-        copied = (rows // 8, self.width // 64, 8, 64) if self.eights else (self.count, rows, 64)
-        return cast(Ref, plgpu.RefUnion(tiles, smem_ref((*outer, *copied), dtype, transforms=ROWS)))
+        copied = (rows // 8, self.width // 64, 8, 64) if self.eights else (self.count, rows, self.width)
+        return cast(Ref, plgpu.RefUnion(tiles, smem_ref((*outer, *copied), dtype, transforms=self.copy_transforms)))
 
     def views(self, smem: Ref) -> tuple[Ref, Ref]:
         """(the ref by which wgmma reads and stores write, the ref by which copies read and write) of the same memory.

@@ -68,7 +68,9 @@ def test_check_counts_unsupported_cases(run, two_cases, monkeypatch):
 
 
 # Triton has no 8-bit matmuls, and takes no mask that is an array. Some ops have no kernel in Triton.
-WITHOUT_TRITON = {"fp8_matmul"} | {op for op, suite in check.SUITES.items() if "triton" not in suite.implementations}
+WITHOUT_TRITON = {"fp8_matmul", "fp8_grouped_matmul"} | {
+    op for op, suite in check.SUITES.items() if "triton" not in suite.implementations
+}
 
 
 @pytest.mark.triton

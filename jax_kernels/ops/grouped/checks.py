@@ -11,8 +11,9 @@ from jax_kernels import dispatch
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.ops import checks
 from jax_kernels.ops.grouped.implementations import GroupedRequest, request_of
-from jax_kernels.ops.matmul.checks import ROUNDED, checked_activation, checked_out_dtype, told_as
-from jax_kernels.quantization import QuantizedArray
+from jax_kernels.ops.matmul import fp8
+from jax_kernels.ops.matmul.checks import PRECISIONS, ROUNDED, checked_activation, checked_out_dtype, told_as
+from jax_kernels.quantization import QuantizedArray, checked_scale, scale_shape
 
 __all__ = ["check", "check_gated"]
 
@@ -23,20 +24,25 @@ def check(
 ) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:  # fmt: skip
     """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents.
 
-    In the arrays, x and w are rounded if precision is "bf16" or "fp16", and group_sizes is int32.
+    In the arrays, x and w are rounded if precision is "bf16" or "fp16", and group_sizes is int32. A QuantizedArray w is
+    taken apart into values and scales.
     """
     checks.check_flags(transpose_w=transpose_w)
     checks.check_names(precision=precision, implementation=implementation)
-    x, w = _checked_operands(x, w, transpose_w)
+    w, w_scale = _taken_apart(w, transpose_w)
+    x, w = _checked_operands(x, w, transpose_w, is_quantized=w_scale is not None)
     given, groups, columns = x.dtype, w.shape[0], w.shape[1 if transpose_w else 2]
-    precision = _checked_precision(precision, x.dtype)
+    precision = _checked_precision(precision, x.dtype, w.dtype)
+    if precision == "fp8":
+        fp8.check_device(dispatch.target_device(x), implementation)
     if precision in ROUNDED:
         x, w = (checks.converted(y, ROUNDED[precision]) for y in (x, w))
     options = GroupedOptions(
         out_dtype=str(given if out_dtype is None else checked_out_dtype(out_dtype)),
         transpose_w=bool(transpose_w),
         activation=checked_activation(activation),
-        precision=None if precision in ROUNDED else precision,
+        precision=precision if precision in ("fp32", "tf32") else None,
+        scaling="row" if precision == "fp8" else None,
     )
     gather = None if gather_indices is None else _checked_indices(gather_indices, x.shape[0])
     inputs = GroupedInputs(
@@ -45,6 +51,7 @@ def check(
         group_sizes=_checked_sizes(group_sizes, groups, (x if gather is None else gather).shape[0]),
         bias=None if bias is None else _checked_bias(bias, x.dtype, (groups, columns)),
         gather=gather,
+        w_scale=w_scale,
     )
     return request_of(options, inputs, dispatch.target_device(x)), inputs, options
 
@@ -57,6 +64,10 @@ def check_gated(
     In the arrays, w is w_gate. options: the other arguments of grouped_gated_matmul, by name.
     """
     _refuse_quantized(w_gate=w_gate, w_up=w_up)
+    if options.get("precision") == "fp8":
+        raise ValueError(
+            "precision: got 'fp8', want 'fp32', 'tf32', 'bf16', 'fp16' or None; grouped_matmul takes 'fp8'"
+        )
     w_gate, w_up = checks.checked_array("w_gate", w_gate), checks.checked_array("w_up", w_up)
     if (w_up.shape, w_up.dtype) != (w_gate.shape, w_gate.dtype):
         got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
@@ -74,13 +85,32 @@ def _refuse_quantized(**arrays: Any) -> None:
             raise TypeError(f"{name}: got a QuantizedArray, want bfloat16, float16 or float32; matmul takes these")
 
 
-def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
-    """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError."""
+def _taken_apart(w: Any, transpose_w: bool) -> tuple[Any, Any]:
+    """(values, scales [G, N]) of a QuantizedArray w in 8 bits; (w, None) of another w. Raises TypeError or ValueError.
+
+    The QuantizedArray has a scale for each column of each group's weights.
+    """
+    if not isinstance(w, QuantizedArray) or w.layout is not None:
+        return w, None
+    axis = -1 if transpose_w else -2
+    if (w.scaling, w.axis) != ("row", axis):
+        got = f"scaling={w.scaling!r}, axis={w.axis}"
+        raise ValueError(f"w: got a QuantizedArray with {got}, want scaling='row' and axis={axis}, the summed axis")
+    if w.ndim != 3:
+        raise ValueError(f"w: got shape {w.shape}, want {'[G, N, K]' if transpose_w else '[G, K, N]'}")
+    return w.values, checked_scale("w.scale", w.scale, scale_shape(w.shape, "row", axis))
+
+
+def _checked_operands(x: Any, w: Any, transpose_w: bool, is_quantized: bool) -> tuple[Any, Any]:
+    """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError.
+
+    is_quantized: whether w has 8 bits, and scales.
+    """
     _refuse_quantized(x=x, w=w)
-    x, w = checks.checked_array("x", x), checks.checked_array("w", w)
+    x, w = checks.checked_array("x", x), checks.checked_array("w", w, (*checks.DTYPES, *fp8.DTYPES))
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")
-    if w.dtype != x.dtype:
+    if w.dtype != x.dtype and not is_quantized:
         raise TypeError(f"w: got dtype {w.dtype}, want x's dtype {x.dtype}")
     want = "[G, N, K]" if transpose_w else "[G, K, N]"
     if x.ndim != 2:
@@ -90,12 +120,19 @@ def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
     return x, w
 
 
-def _checked_precision(precision: str | None, dtype: Any) -> str | None:
-    """The precision of a call with x in this dtype; "fp32" instead of None for float32. Raises ValueError."""
-    if precision not in (None, "fp32", "tf32", *ROUNDED):
-        raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32', 'bf16', 'fp16' or None")
+def _checked_precision(precision: str | None, dtype: Any, of_w: Any) -> str | None:
+    """The precision of a call. Raises ValueError.
+
+    precision: the argument; None becomes "fp8" for 8-bit weights, and else "fp32" for float32. dtype: x's. of_w: w's.
+    """
+    if precision not in PRECISIONS and precision is not None:
+        raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, PRECISIONS))} or None")
+    if of_w in fp8.DTYPES:
+        if precision not in (None, "fp8"):
+            raise ValueError(f"precision: got {precision!r} with w of dtype {of_w}, want 'fp8' or None")
+        return "fp8"
     if precision in ("fp32", "tf32") and dtype != jnp.float32:
-        raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want 'bf16', 'fp16' or None")
+        raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want 'bf16', 'fp16', 'fp8' or None")
     return "fp32" if precision is None and dtype == jnp.float32 else precision
 
 

@@ -21,7 +21,16 @@ from jax_kernels.reference.grouped_matmul import sum_of_rows
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["forward_of", "further", "input_gradient", "of_rows", "planned", "weight_gradient"]
+__all__ = [
+    "forward_of",
+    "further",
+    "input_gradient",
+    "of_rows",
+    "planned",
+    "scattered",
+    "weight_gradient",
+    "without_other_rows",
+]
 
 
 def planned(call: PlannedCall, inputs: GroupedInputs) -> jax.Array:
@@ -50,11 +59,11 @@ def _backward(call, residuals, dout):
     inputs, saved = residuals
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
     if inputs.x.dtype == jnp.float16 and dout.dtype == jnp.float32:  # other rows may not set the scale of float16
-        dz, dup = (None if y is None else _without_other_rows(y, inputs.group_sizes) for y in (dz, dup))
+        dz, dup = (None if y is None else without_other_rows(y, inputs.group_sizes) for y in (dz, dup))
     dbias = None if inputs.bias is None else sum_of_rows(dz, inputs.group_sizes).astype(inputs.bias.dtype)
     scaled = ScaledCotangents.of(dz, dup, dout.dtype, inputs.x.dtype)
     dx = scaled.back(functools.partial(input_gradient, call, inputs, scaled.dz, scaled.dup))
-    dx = dx if inputs.gather is None else _scattered(dx, inputs.gather, inputs.x.shape[0])
+    dx = dx if inputs.gather is None else scattered(dx, inputs.gather, inputs.x.shape[0])
     dw, dw_up = (
         None if y is None else scaled.back(functools.partial(weight_gradient, call, inputs, y))
         for y in (scaled.dz, scaled.dup)
@@ -62,14 +71,14 @@ def _backward(call, residuals, dout):
     return (GroupedInputs(x=dx, w=dw, group_sizes=None, bias=dbias, w_up=dw_up),)  # type: ignore[arg-type]
 
 
-def _scattered(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
+def scattered(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
     """[count, K] in rows' dtype: row t is the float32 sum of the rows [M, K] with index t."""
     index = jnp.where(index < 0, count, index)  # JAX counts negative indices from the end
     total = jnp.zeros_like(rows, jnp.float32, shape=(count, rows.shape[1]))
     return total.at[index].add(rows.astype(jnp.float32), mode="drop").astype(rows.dtype)
 
 
-def _without_other_rows(dz: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def without_other_rows(dz: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """dz [M, N] with 0 in the rows past the last group, which may hold anything. The kernels ignore these rows."""
     rows, groups = dz.shape[0], group_sizes.shape[0]
     end = group_offsets(group_sizes, rows)[-1] if groups else 0

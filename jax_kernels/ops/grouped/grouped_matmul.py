@@ -7,12 +7,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
-from jax_kernels.ops.grouped import gradients
+from jax_kernels.ops.grouped import fp8, gradients
 from jax_kernels.ops.grouped.checks import check, check_gated
 from jax_kernels.ops.grouped.implementations import GATED, OP, GroupedRequest
 from jax_kernels.ops.planned_op import PlannedOp
 from jax_kernels.ops.sharding.explicit_axes import as_grouped, with_explicit_axes
 from jax_kernels.plain_numbers import with_plain_numbers
+from jax_kernels.quantization import QuantizedArray
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
 
@@ -25,7 +26,7 @@ __all__ = ["grouped_gated_matmul", "grouped_matmul"]
 @jax.named_scope("grouped_matmul")
 def grouped_matmul(
     x: Float[Array, "M K"] | Float[Array, "T K"],
-    w: Float[Array, "G K N"] | Float[Array, "G N K"],
+    w: Float[Array, "G K N"] | Float[Array, "G N K"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     bias: Float[Array, "G N"] | None = None,
@@ -50,12 +51,20 @@ def grouped_matmul(
     influence on gradients. group_sizes stays on the device: the host does not wait for its values, and a program is
     compiled for all sizes.
 
+    With precision="fp8" x and w are rounded to e4m3, as quantize(x, scaling="row") and quantize(w, scaling="row",
+    axis=-2) do: with a float32 scale for each row of x, and for each column of each group's weights. Gradients treat
+    rounding as the identity. The gradient of x is an 8-bit matmul of the cotangent in e5m2, with a scale for each row,
+    and of w, with a scale for each of its rows. The gradient of w is a 16-bit matmul of values that are not rounded to
+    8 bits, in bfloat16 for float32 x.
+
     The gradient of w sums each group's rows in float32. With an activation, the forward of a differentiated call also
     saves x @ w + bias, in out_dtype, and the backward takes the activation's derivative at this value.
 
     Args:
       x: [M, K], bfloat16, float16 or float32.
-      w: [G, K, N] in x's dtype; [G, N, K] with transpose_w.
+      w: [G, K, N] in x's dtype; [G, N, K] with transpose_w. Or a QuantizedArray of this shape, such as
+        quantize(w, scaling="row", axis=-2), with transpose_w axis=-1: then precision is "fp8", and the call has no
+        gradients. Its values are not rounded again; [G, N, K] needs no copy.
       group_sizes: [G], integers. Sizes below 0 count as 0. If the sum is above M, the groups end at row M.
       bias: [G, N], in x's dtype or float32.
       activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise jnp function of
@@ -65,8 +74,8 @@ def grouped_matmul(
         summed in float32.
       transpose_w: whether w is [G, N, K].
       out_dtype: bfloat16, float16 or float32; None is x's dtype.
-      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all inputs, "bf16" or "fp16":
-        x and w are first rounded to it. None is x's dtype.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all inputs, "fp8", "bf16" or
+        "fp16": x and w are first rounded to it. None is x's dtype.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
         has derivatives in forward mode (jax.jvp) and second derivatives.
 
@@ -77,7 +86,8 @@ def grouped_matmul(
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, a value is out of range, or x's rows or the groups are sharded over
         Explicit mesh axes.
-      NotImplementedError: a named implementation cannot serve this call; the message has the reason.
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason); the GPU has no
+        8-bit matmuls, and no implementation is named; or a gradient of 8-bit weights is taken.
 
     Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (2022), arXiv:2211.15841.
     """
@@ -176,9 +186,8 @@ def _run(
     call = op.call(request, options, implementation)
     rows = request.m // max(request.groups, 1) if isinstance(request.m, int) else 0
     lengths = {"group_sizes": rows}
-    return gradients.planned(
-        *op.tuned(call, request, gradients.planned, inputs, implementation, lengths=lengths, moving=moving)
-    )
+    planned = gradients.planned if options.scaling is None else fp8.planned
+    return planned(*op.tuned(call, request, planned, inputs, implementation, lengths=lengths, moving=moving))
 
 
 OP.explained_by(check)(grouped_matmul)

@@ -31,7 +31,8 @@ class GroupedRequest(Request):
     """A grouped matmul, or grouped gated unit, without its arrays: x [m, k], w and w_up [groups, k, n].
 
     source_rows: the rows of x, which are m rows, or from which m rows are gathered. gathers: whether they are gathered.
-    dtype: x's. activation: a function, or None. precision: of float32 matmuls.
+    dtype: x's. activation: a function, or None. precision: of float32 matmuls. scaling: "row" of an 8-bit matmul, else
+    None.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ("groups", "m", "n", "k", "source_rows")
@@ -46,6 +47,7 @@ class GroupedRequest(Request):
     activation: Any
     precision: str | None
     gathers: bool = False
+    scaling: str | None = None
 
 
 def request_of(options: GroupedOptions, inputs: GroupedInputs, device: Any) -> GroupedRequest:
@@ -64,6 +66,7 @@ def request_of(options: GroupedOptions, inputs: GroupedInputs, device: Any) -> G
         activation=options.activation,
         precision=options.precision,
         gathers=inputs.gather is not None,
+        scaling=options.scaling,
     )
 
 
@@ -75,6 +78,8 @@ def _supports_mosaic(request: GroupedRequest) -> str | None:
         return "it takes and returns bfloat16 and float16, not float32"
     if request.gathers:
         return "it loads blocks of neighbouring rows, and gathers none"
+    if request.scaling is not None and (request.n % 128 or request.k % 128):  # the gradient of x sums over N
+        return "its 8-bit matmuls need K and N in multiples of 128"
     if request.n % 64 or request.k % 64:
         return "it needs K and N in multiples of 64"
     return not_for_mosaic(request.activation) or unsupported.no_mosaic(request)
@@ -84,6 +89,8 @@ def _supports_triton(request: GroupedRequest) -> str | None:
     """The reason, in words for users, why the Triton kernels cannot serve the request; None if they can."""
     if reason := unsupported.no_triton(request):
         return reason
+    if request.scaling is not None:
+        return "it has no 8-bit matmuls"
     if request.precision == "fp32":
         return "its float32 matmuls use tf32, which needs precision='tf32'"
     shapes = (
@@ -103,7 +110,7 @@ def _config(request: GroupedRequest, implementation: str) -> tuple[Blocks, str]:
 
     On Hopper the gradient of w is Triton's if the number of rows is not a multiple of 8.
     """
-    itemsize = jnp.dtype(request.dtype).itemsize
+    itemsize = 1 if request.scaling is not None else jnp.dtype(request.dtype).itemsize
     call = GroupedCall(
         rows=request.m,
         groups=request.groups,

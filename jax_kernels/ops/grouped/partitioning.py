@@ -37,7 +37,7 @@ def shared_matmul(
         of_w = (None, COLUMNS, DEPTH) if options.transpose_w else (None, DEPTH, COLUMNS)
         of_x = None, DEPTH
         axes: dict[str, Any] = {"x": of_x, "w": of_w, "group_sizes": (None,), "bias": (None, COLUMNS)}
-        axes |= {"w_up": of_w, "x_up": of_x, "gather": (None,)}
+        axes |= {"w_up": of_w, "x_up": of_x, "gather": (None,), "x_scale": (None,), "w_scale": (None, COLUMNS)}
         shares = Shares(
             arguments=[axes[name] for name, y in inputs._asdict().items() if y is not None],
             results=lambda result: [(None, COLUMNS)] * len(jax.tree.leaves(result)),

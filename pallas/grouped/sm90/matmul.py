@@ -3,8 +3,9 @@
     out[i] = activation(x[i] @ w[g] + bias[g]) * (x[i] @ w_up[g])
 
 One CTA runs on each SM, and takes one work tile of 128 rows of one group and block_n columns after another. A memory
-warpgroup loads blocks of 64 values of the inner dimension through a pipeline of stages, and runs ahead into the next
-work tile. Each of two compute warpgroups owns 64 rows, whose sums stay in registers.
+warpgroup loads blocks of 128 bytes of the inner dimension through a pipeline of stages, and runs ahead into the next
+work tile. Each of two compute warpgroups owns 64 rows, whose sums stay in registers. The operands have 16 bits, or 8
+bits with a scale for each row of x and for each column of each group's weights.
 
 A store writes whole blocks of 64 rows. So the last rows of a group are computed in a block that ends with the group,
 and overlaps the block before; both write the same values. Only a group with fewer than 64 rows is stored in parts.
@@ -22,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.inputs.group_tiles import found_tiles, group_offsets
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
+from jax_kernels.pallas.grouped.sm90 import fp8
 from jax_kernels.pallas.grouped.sm90.state import (
-    BLOCK_K,
     BLOCK_M,
     BUFFERS,
     COLUMNS,
@@ -39,6 +40,7 @@ from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.elementwise import for_tiles
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
+from jax_kernels.pallas.mosaic.registers import recomputed
 
 EIGHT = 8  # rows of a swizzle atom
 
@@ -49,10 +51,11 @@ def grouped_matmul(
     """Computes activation(x @ w[group] + bias[group]) * (x @ w_up[group]) on Hopper; rows past the last group are 0.
 
     A call without w_up has no second factor. With x_up, x_up @ w_up is added to x @ w instead.
-    x and out have 16 bits. N and K are multiples of 64. core_count: the number of SMs. interpret: runs the kernel in
+    out has 16 bits, and so has x, with N and K in multiples of 64. Or x and w have 8 bits, with transpose_w, without
+    w_up and x_up, and with K and N in multiples of 128. core_count: the number of SMs. interpret: runs the kernel in
     JAX's interpreter.
     """
-    traits = Traits.of(inputs, options, config)
+    traits, inputs = Traits.of(inputs, options, config), fp8.with_scales_to_load(inputs)
     offsets = group_offsets(inputs.group_sizes, traits.m)
     schedule = found_tiles(offsets, traits.m, BLOCK_M, short_last=config.largest_first)
     leaves, tree = jax.tree.flatten((inputs._replace(group_sizes=None), schedule))  # type: ignore[arg-type]
@@ -82,7 +85,7 @@ def grouped_matmul(
 def _load_tile(kernel: Kernel, tile: WorkTile, filled: Index) -> None:
     """Loads a work tile's blocks of x and w, step by step, as stages become free."""
     traits, inputs, smem = kernel.traits, kernel.inputs, kernel.smem
-    _, x_copies = traits.tiles.views(smem.x)
+    _, x_copies = traits.x_tiles.views(smem.x)
 
     def step(i, _):
         number = filled + i
@@ -93,10 +96,13 @@ def _load_tile(kernel: Kernel, tile: WorkTile, filled: Index) -> None:
             plgpu.barrier_wait(smem.free.at[slot])
 
         def load(k: Index, x: Ref, weights: list[Any]) -> None:
-            depth, columns = pl.ds(k * BLOCK_K, BLOCK_K), pl.ds(tile.column, traits.block_n)
+            depth, columns = pl.ds(k * traits.block_k, traits.block_k), pl.ds(tile.column, traits.block_n)
             for nth, row in enumerate(tile.rows):
                 part = x_copies.at[slot, :, pl.ds(nth * ROWS, ROWS)]
-                traits.tiles.load(x.at[pl.ds(row, ROWS), depth], part, smem.ready.at[slot])
+                traits.x_tiles.load(x.at[pl.ds(row, ROWS), depth], part, smem.ready.at[slot])
+            if traits.is_8_bit:
+                fp8.load_weights(kernel, tile, depth, slot)
+                return
             for w, target in zip(weights, (smem.w, smem.w_up), strict=False):
                 block = w.at[(tile.group, *((columns, depth) if traits.options.transpose_w else (depth, columns)))]
                 plgpu.copy_gmem_to_smem(block, needed(target).at[slot], smem.ready.at[slot])
@@ -114,15 +120,17 @@ def _load_tile(kernel: Kernel, tile: WorkTile, filled: Index) -> None:
 
 def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> None:
     """Computes and stores the 64 rows of a work tile that warpgroup `wg` has."""
+    wg = recomputed(wg) if kernel.traits.is_8_bit else wg  # addresses kept across tiles would spill
     row, count = (jnp.where(wg == 0, *pair) for pair in (tile.rows, tile.counts))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last work tile may have ended at either buffer
     is_in_group = tile.group < kernel.traits.groups
 
     @pl.when(is_in_group & (count > 0))
     def _sums():
-        sums = _multiply(kernel, wg, filled)
-        for part in range(kernel.traits.block_n // COLUMNS):
-            of_part = [x[:, part * COLUMNS : (part + 1) * COLUMNS] for x in sums]
+        traits = kernel.traits
+        sums = [fp8.promoted_sums(kernel, wg, filled)] if traits.is_8_bit else _multiply(kernel, wg, filled)
+        for part in range(traits.block_n // COLUMNS):
+            of_part = [columns_of(x, part) for x in sums]
             _store_part(kernel, wg, tile, part, row, count, of_part)
 
     @pl.when(is_in_group & (count == 0))
@@ -130,6 +138,8 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> N
         def step(i, _):
             slot = lax.rem(filled + i, jnp.int32(kernel.traits.stages))
             plgpu.barrier_wait(kernel.smem.ready.at[slot])
+            if kernel.smem.second_ready is not None:
+                plgpu.barrier_wait(kernel.smem.second_ready.at[slot])
             plgpu.barrier_arrive(kernel.smem.free.at[slot])
 
         lax.fori_loop(0, kernel.traits.steps, step, None)
@@ -140,13 +150,19 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> N
             _store_part(kernel, wg, tile, part, row, count, None)
 
 
-def _multiply(kernel: Kernel, wg: Index, filled: Index) -> list[jax.Array]:
-    """The float32 sums [64, block_n] of a warpgroup's rows: x @ w and, of a gated unit, x @ w_up.
+def columns_of(arrays: list[jax.Array], part: int) -> jax.Array:
+    """The 64 columns of a part of a work tile. arrays: its sums, as arrays [64, n] of adjacent columns."""
+    nth, start = divmod(part * COLUMNS, arrays[0].shape[1])
+    return arrays[nth][:, start : start + COLUMNS]
+
+
+def _multiply(kernel: Kernel, wg: Index, filled: Index) -> list[list[jax.Array]]:
+    """The float32 sums, an array [64, block_n] each, of a warpgroup's rows: x @ w and, of a gated unit, x @ w_up.
 
     A step's wgmmas are issued before the wait for the previous step's.
     """
     traits, smem = kernel.traits, kernel.smem
-    x_tiles, _ = traits.tiles.views(smem.x)
+    x_tiles, _ = traits.x_tiles.views(smem.x)
     slot_of = lambda i: lax.rem(filled + i, jnp.int32(traits.stages))
     mine = pl.ds(wg * ROWS, ROWS)
 
@@ -164,7 +180,7 @@ def _multiply(kernel: Kernel, wg: Index, filled: Index) -> list[jax.Array]:
 
         multiply(accs, 0)
         lax.fori_loop(1, traits.steps, step, None)
-        found = [acc[...] for acc in accs]
+        found = [[acc[...]] for acc in accs]
         plgpu.barrier_arrive(smem.free.at[slot_of(traits.steps - 1)])
         return found
 
@@ -190,6 +206,8 @@ def _store_part(
             values *= len(kernel.results)
         else:
             total, *up = sums
+            if traits.is_8_bit:
+                total = fp8.scaled(kernel, total, row, tile.group, column)
             if kernel.inputs.bias is not None:
                 of_part = kernel.inputs.bias.at[tile.group, pl.ds(column, COLUMNS)]
                 bias = plgpu.load(of_part, layout=COLUMN, optimized=False)
@@ -207,7 +225,7 @@ def _store(kernel: Kernel, wg: Index, buffer: int, y: jax.Array, result: Ref, ro
 
     result: [M, 64], in device memory. row: the first row.
     """
-    layout = kernel.traits.tiles
+    layout = kernel.traits.out_tiles
     tiles, copies = (view.at[wg, buffer] for view in layout.views(kernel.smem.out))
     plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
     tiles[0] = y.astype(tiles.dtype)

@@ -15,14 +15,16 @@ from jax_kernels.inputs.group_tiles import FoundTiles, tile_count
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
-from jax_kernels.pallas.mosaic.layouts import SWIZZLED
+from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT
 from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles
 
 ROWS = 64  # rows of a warpgroup's wgmma
 COMPUTE_WGS = 2
 BLOCK_M = ROWS * COMPUTE_WGS
-BLOCK_K = 64  # values of the inner dimension in a step: 128 bytes
+DEPTH_BYTES = 128  # bytes of the inner dimension in a step: 64 values of 16 bits
+PROMOTED = 128  # columns of 8-bit accumulators that are promoted to float32 sums at a time
+PROMOTED_STEPS = 2  # steps after which they are: the error is then 2**-12 of the sums' magnitude
 COLUMNS = 64  # of an output buffer
 BUFFERS = 2  # output buffers of a warpgroup, used in turn
 REGISTERS = 240, 24  # of a thread of a compute warpgroup, and of the memory warpgroup
@@ -90,11 +92,13 @@ class InputRefs(Protocol):
     bias: Ref | None
     w_up: Ref | None
     x_up: Ref | None
+    x_scale: Ref | None
+    w_scale: Ref | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """The static facts of a launch. adds_products: whether the call has an x_up."""
+    """The static facts of a launch. dtype, w_dtype: of x and w. adds_products: whether the call has an x_up."""
 
     options: GroupedOptions
     config: GroupedSm90
@@ -103,6 +107,7 @@ class Traits:
     n: int
     k: int
     dtype: jnp.dtype
+    w_dtype: jnp.dtype
     is_gated: bool
     adds_products: bool
 
@@ -117,6 +122,7 @@ class Traits:
             n=n,
             k=k,
             dtype=inputs.x.dtype,
+            w_dtype=inputs.w.dtype,
             is_gated=inputs.is_gated,
             adds_products=inputs.x_up is not None,
         )
@@ -127,8 +133,32 @@ class Traits:
         return (3 if self.is_gated else 2) if self.options.saves_preactivation else 1
 
     @property
-    def tiles(self) -> SmemTiles:
-        """The layout of x's blocks and of the output buffers: a group may begin and end at any row."""
+    def is_8_bit(self) -> bool:
+        return self.dtype.itemsize == 1
+
+    @property
+    def block_k(self) -> int:
+        """The number of values of the inner dimension in a step."""
+        return DEPTH_BYTES // self.dtype.itemsize
+
+    @property
+    def promoted(self) -> int:
+        """The number of columns whose 8-bit accumulators are promoted (added to float32 sums) at a time."""
+        return min(PROMOTED, self.block_n)
+
+    @property
+    def promoted_steps(self) -> int:
+        """The number of steps after which 8-bit accumulators are promoted. With two results, two steps spill."""
+        return 1 if self.results > 1 else min(PROMOTED_STEPS, self.stages - 1)
+
+    @property
+    def x_tiles(self) -> SmemTiles:
+        """The layout of x's blocks: a group may begin and end at any row."""
+        return SmemTiles(self.block_k, any_rows=True, has_8_bits=self.is_8_bit)
+
+    @property
+    def out_tiles(self) -> SmemTiles:
+        """The layout of the output buffers."""
         return SmemTiles(COLUMNS, any_rows=True)
 
     @property
@@ -143,7 +173,7 @@ class Traits:
     @property
     def k_steps(self) -> int:
         """The number of steps of one matmul of a work tile."""
-        return self.k // BLOCK_K
+        return self.k // self.block_k
 
     @property
     def steps(self) -> int:
@@ -159,8 +189,8 @@ class Traits:
     def stages(self) -> int:
         """The number of stages of the pipeline: config.stages, or fewer if shared memory has no room for as many."""
         of_w = self.block_n * (2 if self.is_gated else 1)
-        of_stage = (BLOCK_M + of_w) * BLOCK_K * self.dtype.itemsize
-        of_results = COMPUTE_WGS * BUFFERS * ROWS * COLUMNS * self.dtype.itemsize
+        of_stage = (BLOCK_M + of_w) * DEPTH_BYTES
+        of_results = COMPUTE_WGS * BUFFERS * ROWS * COLUMNS * jnp.dtype(self.options.out_dtype).itemsize
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
 
 
@@ -169,9 +199,10 @@ class Traits:
 class Smem:
     """A CTA's shared memory.
 
-    x: [stages, 1, 128, 64]. w: [stages, 64, block_n]; [stages, block_n, 64] with transpose_w. w_up: like w, of a gated
-    unit; else None. out: [warpgroups, buffers, 1, 64, 64], the output buffers. x and out have two views, see SmemTiles.
-    ready, free: [stages], barriers: a step's operands have arrived, or have been read by both warpgroups.
+    x: [stages, 1, 128, block_k]. w: [stages, block_k, block_n]; [stages, block_n, block_k] with transpose_w. w_up: like
+    w, of a gated unit; else None. out: [warpgroups, buffers, 1, 64, 64], the output buffers. x and out have two views,
+    see SmemTiles. ready, free: [stages], barriers: a step's operands have arrived, or have been read by both
+    warpgroups. second_ready: [stages], barriers: the weights of the second part of 8-bit columns have arrived.
     """
 
     x: Ref
@@ -179,20 +210,22 @@ class Smem:
     w_up: Ref | None
     out: Ref
     ready: Barrier
+    second_ready: Barrier | None
     free: Barrier
 
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
         """The scratch shapes for pl.run_scoped."""
-        stages, of_w = traits.stages, (BLOCK_K, traits.block_n)
+        stages, of_w = traits.stages, (traits.block_k, traits.block_n)
         shape = stages, *(of_w[::-1] if traits.options.transpose_w else of_w)
-        weights = smem_ref(shape, traits.dtype, transforms=SWIZZLED)
+        weights = smem_ref(shape, traits.w_dtype, transforms=SWIZZLED_8BIT if traits.is_8_bit else SWIZZLED)
         return cls(
-            x=traits.tiles.scratch(stages, BLOCK_M, dtype=traits.dtype),
+            x=traits.x_tiles.scratch(stages, BLOCK_M, dtype=traits.dtype),
             w=weights,
             w_up=weights if traits.is_gated else None,
-            out=traits.tiles.scratch(COMPUTE_WGS, BUFFERS, ROWS, dtype=jnp.dtype(traits.options.out_dtype)),
+            out=traits.out_tiles.scratch(COMPUTE_WGS, BUFFERS, ROWS, dtype=jnp.dtype(traits.options.out_dtype)),
             ready=barrier_ref(num_arrivals=COMPUTE_WGS + (2 if traits.is_gated else 1), num_barriers=stages),
+            second_ready=(barrier_ref(num_barriers=stages) if traits.is_8_bit and traits.block_n > PROMOTED else None),
             free=barrier_ref(num_arrivals=COMPUTE_WGS, num_barriers=stages),
         )
 
@@ -214,7 +247,10 @@ class Kernel:
 
         filled: the number of times that the CTA's earlier tiles filled a stage. Rows past the last group fill none.
         """
-        row_tiles = self.schedule.used[self.traits.groups + 1]
+        if self.traits.is_8_bit:
+            self._for_each_8_bit_tile(run)
+            return
+        row_tiles = self._row_tiles()
         tiles = row_tiles * self.traits.n_blocks
 
         def body(carry: tuple[Turn, Index, WorkTile]) -> tuple[Turn, Index, WorkTile]:
@@ -222,12 +258,39 @@ class Kernel:
             following = turn.following()
             loaded = self._tile(jnp.minimum(following.index, tiles - 1), row_tiles)  # read while the tile is computed
             run(tile._replace(column=pl.multiple_of(jnp.int32(tile.column), COLUMNS)), filled)
-            steps = jnp.where(tile.group < self.traits.groups, jnp.int32(self.traits.steps), jnp.int32(0))
-            return following, filled + steps, loaded
+            return following, filled + self._fills(tile), loaded
 
         first = Turn.first(self.ctas, self.traits.config.snake)
         start = first, jnp.int32(0), self._tile(first.index, row_tiles)
         lax.while_loop(lambda carry: carry[0].index < tiles, body, start)
+
+    def _for_each_8_bit_tile(self, run: Callable[[WorkTile, Index], None]) -> None:
+        """for_each_tile for sums of 8 bits, which leave no registers for the next tile and for a whole Turn."""
+        ctas, snake = self.ctas, self.traits.config.snake
+
+        def index_of(number: Index) -> Index:
+            cta = lax.axis_index("cta")
+            is_opposite = jnp.bitwise_and(number, 1) == 1
+            return number * ctas + (jnp.where(is_opposite, ctas - 1 - cta, cta) if snake else cta)
+
+        def if_any(number: Index) -> Index:
+            """The number of a turn; -1 if the CTA has no work tile in this turn."""
+            return jnp.where(index_of(number) < self._row_tiles() * self.traits.n_blocks, number, jnp.int32(-1))
+
+        def body(carry: tuple[Index, Index]) -> tuple[Index, Index]:
+            number, filled = carry
+            tile = self._tile(index_of(number), self._row_tiles())
+            run(tile._replace(column=pl.multiple_of(jnp.int32(tile.column), COLUMNS)), filled)
+            return if_any(number + 1), filled + self._fills(tile)
+
+        lax.while_loop(lambda carry: carry[0] >= 0, body, (if_any(jnp.int32(0)), jnp.int32(0)))
+
+    def _row_tiles(self) -> Index:
+        return self.schedule.used[self.traits.groups + 1]
+
+    def _fills(self, tile: WorkTile) -> Index:
+        """The number of times that a work tile fills a stage."""
+        return jnp.where(tile.group < self.traits.groups, jnp.int32(self.traits.steps), jnp.int32(0))
 
     def _tile(self, index: Index, row_tiles: Index) -> WorkTile:
         """Work tile `index` of all: in bands of config.row_group row tiles, column by column, as in the matmul."""

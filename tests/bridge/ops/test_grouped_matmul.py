@@ -102,9 +102,9 @@ WRONG = {
     "w": ({"w": W[0]}, ValueError, "w: got shape (8, 6), want [G, K, N]"),
     "out_dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype: got torch.int8, want torch.bfloat16"),
     "precision": (
-        {"precision": "fp8"},
+        {"precision": "int8"},
         ValueError,
-        "precision: got 'fp8', want 'fp32', 'tf32', 'bf16', 'fp16' or None",
+        "precision: got 'int8', want 'fp32', 'tf32', 'bf16', 'fp16', 'fp8' or None",
     ),
 }
 
@@ -114,3 +114,16 @@ def test_wrong_arguments(name):
     changed, error, text = WRONG[name]
     with pytest.raises(error, match=re.escape(text)):
         bridge.grouped_matmul(**({"x": X, "w": W, "group_sizes": SIZES} | changed))
+
+
+def test_8_bits():
+    """The results and the gradients of x, w and bias are near the float32 call's, and show the rounding."""
+    x, w, bias = tensors((13, 64), (3, 64, 16), (3, 16))
+    results = []
+    for precision in ("fp8", None):
+        out = bridge.grouped_matmul(x, w, SIZES, bias=bias, precision=precision)
+        results.append([out, *torch.autograd.grad(out, (x, w, bias), torch.sin(x @ w[0]).detach())])
+    errors = [((got - want).norm() / want.norm()).item() for got, want in zip(*results, strict=True)]
+    assert 0.01 < errors[0] < 0.06
+    assert 0.01 < errors[1] < 0.1
+    assert max(errors[2:]) < 0.01

@@ -308,9 +308,9 @@ WRONG = {
     "flag": ({"transpose_w": 1}, TypeError, "transpose_w: got int, want a bool"),
     "out_dtype": ({"out_dtype": "int8"}, TypeError, "out_dtype: got int8, want bfloat16, float16"),
     "precision": (
-        {"precision": "fp8"},
+        {"precision": "int8"},
         ValueError,
-        "precision: got 'fp8', want 'fp32', 'tf32', 'bf16', 'fp16' or None",
+        "precision: got 'int8', want 'fp32', 'tf32', 'bf16', 'fp16', 'fp8' or None",
     ),
     "implementation": ({"implementation": "cudnn"}, ValueError, "is not known for grouped_matmul; want one of"),
 }
@@ -335,6 +335,11 @@ WRONG_GATED = {
         {name: W.astype(jnp.bfloat16) for name in ("w_gate", "w_up")},
         TypeError,
         "w_gate: got dtype bfloat16, want x's dtype float32",
+    ),
+    "precision": (
+        {"precision": "fp8"},
+        ValueError,
+        "precision: got 'fp8', want 'fp32', 'tf32', 'bf16', 'fp16' or None",
     ),
     "low_bit": ({"w_up": quantize(W[0], "int8")}, TypeError, "w_up: got a QuantizedArray, want bfloat16, float16 or"),
     "sizes": ({"group_sizes": GROUP_SIZES[:2]}, ValueError, "group_sizes: got shape (2,), want [G] = (3,)"),
@@ -417,5 +422,7 @@ def test_plans_of_gathered_rows():
 
 def test_tf32_of_16_bits():
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
-    with pytest.raises(ValueError, match="precision: got 'tf32' with bfloat16 inputs, want 'bf16', 'fp16' or None"):
+    with pytest.raises(
+        ValueError, match="precision: got 'tf32' with bfloat16 inputs, want 'bf16', 'fp16', 'fp8' or None"
+    ):
         grouped_matmul(x, w, GROUP_SIZES, precision="tf32")

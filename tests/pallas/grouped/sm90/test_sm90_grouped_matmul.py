@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import explain, grouped_gated_matmul, grouped_matmul
+from jax_kernels import explain, grouped_gated_matmul, grouped_matmul, quantize
 from jax_kernels.dispatch import on_device
 from jax_kernels.inputs.group_tiles import found_tiles, group_offsets
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
 from jax_kernels.pallas.grouped.sm90.state import BLOCK_M, ROWS, Turn, WorkTile
 from jax_kernels.testing import grouped_gated_matmul as gated_cases
 from jax_kernels.testing import grouped_matmul as cases
+from jax_kernels.testing.low_precision import fp8_grouped_matmul as fp8_cases
 from tests.support.cases import ids, tiers
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
@@ -37,6 +38,19 @@ from tests.tools import compile_case
 def test_interpreted(cores, names):
     """Races are detected on one core, in cases whose blocks of rows do not overlap."""
     cases_interpreter.check("jax_kernels.testing.grouped_matmul", cores, cores == 1, names)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("cores", "names"),
+    [
+        (1, ["small"]),
+        pytest.param(1, ["blocks"], marks=pytest.mark.slow),
+        pytest.param(3, ["overlapping", "past", "all_in_one", "edges", "tiny_scales"], marks=pytest.mark.slow),
+    ],
+)
+def test_8_bits_interpreted(cores, names):
+    cases_interpreter.check("jax_kernels.testing.low_precision.fp8_grouped_matmul", cores, cores == 1, names)
 
 
 @pytest.mark.timeout(240)
@@ -64,6 +78,18 @@ def test_on_hopper(name):
     if reason := cases.why_not(case, "mosaic_gpu"):
         pytest.skip(reason)
     for result, (error, bound) in cases.errors_by(case, "mosaic_gpu").items():
+        assert error <= bound, result
+
+
+FP8_CASES = fp8_cases.HOPPER | fp8_cases.GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ids.named(FP8_CASES))
+def test_8_bits_on_hopper(name):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    for result, (error, bound) in fp8_cases.errors_by(FP8_CASES[name], "mosaic_gpu").items():
         assert error <= bound, result
 
 
@@ -117,6 +143,9 @@ NOT_SERVED = {
     "columns": ({"n": 200}, "it needs K and N in multiples of 64"),
     "depth": ({"k": 200}, "it needs K and N in multiples of 64"),
     "activation": ({"activation": lambda z: jnp.floor(z)}, "it cannot compute floor in its activation"),
+    "fp8_depth": ({"k": 192, "precision": "fp8"}, "its 8-bit matmuls need K and N in multiples of 128"),
+    "fp8_columns": ({"n": 192, "precision": "fp8"}, "its 8-bit matmuls need K and N in multiples of 128"),
+    "fp8_float32": ({"dtype": "float32", "precision": "fp8"}, "it takes and returns bfloat16 and float16, not float32"),
     "device": ({"device": "A100"}, "it needs Hopper (compute capability 9.0)"),
 }
 
@@ -135,6 +164,25 @@ def test_limits(name):
     with on_device(device), pytest.raises(NotImplementedError) as error:
         explain(grouped_matmul, **given, implementation="mosaic_gpu")
     assert reason in str(error.value)
+
+
+def test_plan_of_8_bits():
+    """The Hopper kernel runs both 8-bit matmuls of a gradient. Quantized weights are not transposed."""
+    types = _types(m=4096, precision="fp8")
+    with on_device("H200"):
+        plan = explain(grouped_matmul, **types)
+        sizes = types.pop("group_sizes")
+        call = lambda x, w, sizes: grouped_matmul(x, w, sizes, precision="fp8").astype(jnp.float32).sum()
+        program = str(jax.make_jaxpr(jax.grad(call, (0, 1)))(types["x"], types["w"], sizes))
+        weights = jax.eval_shape(lambda w: quantize(w.mT, scaling="row"), types["w"])
+        served = str(
+            jax.make_jaxpr(lambda *given: grouped_matmul(*given, transpose_w=True))(types["x"], weights, sizes)
+        )
+    assert plan.implementation == "mosaic_gpu"
+    assert "not measured" in plan.source
+    assert program.count("grouped_matmul_sm90") == 2 * served.count("grouped_matmul_sm90") > 0
+    assert "grouped_weight_gradient_sm90" in program
+    assert "transpose[" not in served
 
 
 def test_plan():
@@ -158,12 +206,14 @@ COMPILED = {
     "gated": {"is_gated": True, "activation": "silu"},
     "gated_transposed": {"is_gated": True, "activation": "gelu", "transpose_w": True, "dtype": "float16"},
     "odd_rows": {"m": 1001, "activation": "silu"},
+    "fp8": {"precision": "fp8", "activation": "gelu", "has_bias": True},
+    "fp8_plain": {"precision": "fp8", "transpose_w": True, "dtype": "float16"},
 }
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
-@pytest.mark.parametrize("name", tiers.cases(COMPILED, ["plain"]))
+@pytest.mark.parametrize("name", tiers.cases(COMPILED, ["plain", "fp8"]))
 def test_compiled(name):
     """Forward and backward: no launch spills or zeroes accumulators.
 

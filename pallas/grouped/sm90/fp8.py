@@ -1,0 +1,106 @@
+"""The sums of a warpgroup's 64 rows of an 8-bit work tile, and the scales of its epilogue.
+
+The tensor cores accumulate 8-bit matmuls with about 14 bits. After a step or two of 128 inner values the
+accumulators are promoted: added to float32 sums in registers, 128 columns at a time, as in the dense matmul. The other
+warpgroup's matmuls run meanwhile.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.grouped_matmul import GroupedInputs
+from jax_kernels.inputs.matmul import scale_shares
+from jax_kernels.pallas.grouped.sm90.state import COLUMNS, ROWS, Kernel, WorkTile
+from jax_kernels.pallas.kernel_types import Barrier, Index, Slice, needed
+from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
+from jax_kernels.pallas.mosaic.registers import zeros_stay
+
+__all__ = ["load_weights", "promoted_sums", "scaled", "with_scales_to_load"]
+
+
+def _parts(kernel: Kernel) -> list[tuple[Slice, Barrier]]:
+    """(its columns, the barriers [stages] of its weights) of each part of a work tile whose sums are promoted together.
+
+    The barrier of the first part also waits for x.
+    """
+    width, barriers = kernel.traits.promoted, (kernel.smem.ready, kernel.smem.second_ready)
+    firsts = range(0, kernel.traits.block_n, width)
+    return [(pl.ds(first, width), needed(barrier)) for first, barrier in zip(firsts, barriers, strict=False)]
+
+
+def load_weights(kernel: Kernel, tile: WorkTile, depth: Slice, slot: Index) -> None:
+    """Starts to load a step's block of w into the stage `slot`. depth: the step's slice of the inner dimension."""
+    for columns, ready in _parts(kernel):
+        block = kernel.inputs.w.at[tile.group, pl.ds(tile.column + columns.start, kernel.traits.promoted), depth]
+        plgpu.copy_gmem_to_smem(block, kernel.smem.w.at[slot, columns], ready.at[slot])
+
+
+def promoted_sums(kernel: Kernel, wg: Index, filled: Index) -> list[jax.Array]:
+    """The float32 sums of a warpgroup's rows, without scales: arrays [64, promoted] of adjacent columns.
+
+    filled: the number of times that the CTA's earlier tiles filled a stage. Each part waits for its weights. The wait
+    keeps ptxas from starting a part's wgmmas before the previous part is promoted; otherwise the previous part's
+    registers would spill.
+    """
+    traits, smem = kernel.traits, kernel.smem
+    x_tiles, _ = traits.x_tiles.views(smem.x)
+    slot_of = lambda i: lax.rem(filled + i, jnp.int32(traits.stages))
+    parts = _parts(kernel)
+
+    def product(first: Index, count: int, columns: Slice, ready: Barrier) -> jax.Array:
+        """x @ w of a part over `count` steps from step `first` on, float32 [64, promoted].
+
+        The first wait comes before the accumulator, so that ptxas writes no zeros.
+        """
+
+        def multiply(acc: Any, slot: Index) -> None:
+            plgpu.wgmma(acc, x_tiles.at[slot, 0, pl.ds(wg * ROWS, ROWS)], smem.w.at[slot, columns].T)
+
+        def run(acc: Any) -> jax.Array:
+            multiply(acc, slot_of(first))
+            for i in range(1, count):
+                slot = slot_of(first + i)
+                plgpu.barrier_wait(ready.at[slot])
+                multiply(acc, slot)
+            sums = acc[...]
+            zeros_stay()
+            return sums
+
+        plgpu.barrier_wait(ready.at[slot_of(first)])
+        return pl.run_scoped(run, plgpu.ACC((ROWS, traits.promoted)))
+
+    def steps(first: Index, count: int, totals: list[jax.Array]) -> list[jax.Array]:
+        found = []
+        for total, part in zip(totals, parts, strict=True):
+            sums = product(first, count, *part)
+            found.append(lax.optimization_barrier(total + sums))  # add here, not after the last part's wgmmas
+        for i in range(count):
+            plgpu.barrier_arrive(smem.free.at[slot_of(first + i)])
+        return found
+
+    totals = [plgpu.layout_cast(jnp.zeros((ROWS, traits.promoted), jnp.float32), WGMMA)] * len(parts)
+    together = traits.promoted_steps
+    turns, rest = divmod(traits.k_steps, together)
+    totals = lax.fori_loop(0, turns, lambda i, totals: steps(i * together, together, totals), totals)
+    return steps(jnp.int32(turns * together), rest, totals) if rest else totals
+
+
+def scaled(kernel: Kernel, total: jax.Array, row: Index, group: Index, column: Index) -> jax.Array:
+    """Sums [64, 64] times the scales of their rows, and then of their columns. row, column: the first of them."""
+    of_rows = plgpu.load(needed(kernel.inputs.x_scale).at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
+    of_w = needed(kernel.inputs.w_scale).at[group, pl.ds(column, COLUMNS)]
+    of_columns = plgpu.load(of_w, layout=COLUMN, optimized=False)
+    first, last = (lax.broadcast_in_dim(share, total.shape, [0]) for share in scale_shares(of_rows))
+    return total * first * lax.broadcast_in_dim(of_columns, total.shape, [1]) * last
+
+
+def with_scales_to_load(inputs: GroupedInputs) -> GroupedInputs:
+    """Returns the inputs with x's scales padded by 64 zeros: the rows of the last work tile may end past M."""
+    if inputs.x_scale is None:
+        return inputs
+    return inputs._replace(x_scale=jnp.pad(inputs.x_scale, (0, ROWS)))
