@@ -9,6 +9,8 @@ by default. --with-gradients times the forward and the gradients of x and w. --e
 library's calls, without peers. --gated times grouped_gated_matmul with silu, and "two": two grouped_matmuls of this
 library, with silu by XLA. Torch and dense are then two matmuls each. --gather reads the
 rows from an x of a fourth of the rows, by index, without peers; "copy" gathers them by XLA for the planned kernels.
+--precision fp8 adds this library's 8-bit calls, judged against XLA's 8-bit results, in the same run: "fp8 NAME", which
+quantizes x and w, and "fp8 NAME, w quantized", whose weights [G, N, K] were quantized before, forward only.
 
 --sweep times other blocks, forward and gradient of the weights: of the Triton kernels as
 "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as "num_stages=3"; of the
@@ -37,7 +39,7 @@ from harness.side_by_side import gpu_alone, gpu_among_others
 from harness.timers import choose_timer
 from harness.timing import Contender, alternate
 
-from jax_kernels import gated_matmul, grouped_gated_matmul, grouped_matmul, matmul
+from jax_kernels import gated_matmul, grouped_gated_matmul, grouped_matmul, matmul, quantize
 from jax_kernels.pallas import block_specs
 
 SHAPES = "32768,1280,2560,64;16384,14336,4096,8"
@@ -147,6 +149,20 @@ def ours(
         return compiled(case, sets, op)
 
 
+def in_8_bits(
+    case: Case, sets: list[dict[str, Any]], implementation: str, *, quantizes_w: bool
+) -> Callable[[int], Any]:
+    """The 8-bit call. quantizes_w: whether the call quantizes the weights; else they were quantized before."""
+    op = functools.partial(grouped_matmul, precision="fp8", implementation=implementation)
+    if case.has_epilogue:
+        op = functools.partial(op, activation="silu")
+    if quantizes_w:
+        return compiled(case, sets, op)
+    weights = jax.jit(lambda w: quantize(w.mT, scaling="row"))
+    given = [arrays | {"w": jax.block_until_ready(weights(arrays["w"]))} for arrays in sets]
+    return compiled(case, given, functools.partial(op, transpose_w=True))
+
+
 def by_two(case: Case, sets: list[dict[str, Any]], implementation: str) -> Callable[[int], Any]:
     """The gated unit by two grouped_matmuls, with silu by XLA."""
     precision = "tf32" if case.dtype == "tf32" else None
@@ -234,19 +250,35 @@ def contenders_of(case: Case, sets: list[dict[str, Any]], args: argparse.Namespa
     with gpu_among_others():
         wanted = jax.block_until_ready(ours(case, sets, "xla")(0))
 
-    def add(name: str, framework: str, build: Callable[[], Callable[[int], Any]], is_judged: bool = True) -> None:
+    def add(
+        name: str,
+        framework: str,
+        build: Callable[[], Callable[[int], Any]],
+        is_judged: bool = True,
+        against: Any = wanted,
+    ) -> None:
         contender = Contender(name, framework)
         found.append(contender)
         with contender.attempt():
             output = contender.begin(build)
             if framework == "jax" and is_judged:
                 with gpu_alone():
-                    contender.judge(relative_error(output, wanted), "xla", TOLERANCE)
+                    contender.judge(relative_error(output, against), "xla", TOLERANCE)
 
     parts = [part for part in (args.sweep or "").split(";") if part]
     swept = list(dict.fromkeys(_implementation(part) for part in parts))
     for name in swept or args.implementations:
         add(name, "jax", lambda name=name: ours(case, sets, name))
+    if args.precision == "fp8":
+        with gpu_among_others():
+            in_fp8 = jax.block_until_ready(in_8_bits(case, sets, "xla", quantizes_w=True)(0))
+        for name in args.implementations:
+            if name == "triton":
+                continue  # it has no 8-bit matmuls
+            for is_whole in (True,) if case.has_gradients else (True, False):
+                label = f"fp8 {name}" if is_whole else f"fp8 {name}, w quantized"
+                build = functools.partial(in_8_bits, case, sets, name, quantizes_w=is_whole)
+                add(label, "jax", build, against=in_fp8)
     for part in parts:
         add(part, "jax", lambda part=part: ours(case, sets, _implementation(part), _blocks(part)))
     if case.has_epilogue:
@@ -282,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default=SHAPES, help="rows,columns,inner,groups, separated by ';'")
     parser.add_argument("--sizes", default=",".join(SIZES), help="comma list of even, skewed")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--precision", choices=["fp8"], help="also time 8-bit calls")
     parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")
     parser.add_argument("--gated", action="store_true", help="a gated unit")
     parser.add_argument("--gather", action="store_true", help="gather the rows by index")
@@ -292,6 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.gated and args.epilogue:
         parser.error("--epilogue: got --gated too, want one of them: a gated unit has no bias")
+    if args.precision and (args.gated or args.gather or args.sweep):
+        parser.error("--precision: got --gated, --gather or --sweep too, want none of them")
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("sizes", args.sizes, SIZES)
     args.implementations = command_line.names("implementations", args.implementations, IMPLEMENTATIONS)

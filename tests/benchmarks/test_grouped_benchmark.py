@@ -45,7 +45,14 @@ def test_blocks_override_the_plan(monkeypatch):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "words",
-    ["", "--with-gradients", "--epilogue --with-gradients", "--gated --with-gradients", "--gather --with-gradients"],
+    [
+        "",
+        "--with-gradients",
+        "--epilogue --with-gradients",
+        "--gated --with-gradients",
+        "--gather --with-gradients",
+        "--precision fp8",
+    ],
 )
 def test_runs(tmp_path, monkeypatch, without_gpu, words):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
@@ -58,6 +65,9 @@ def test_runs(tmp_path, monkeypatch, without_gpu, words):
     peers = {} if "epilogue" in words else {"ragged_dot": "ok", "dense": "ok"}
     if "gated" in words:
         peers = {"two": "unavailable", "ragged_dot": "unavailable", "dense": "ok"}
+    if "fp8" in words:
+        peers |= {"fp8 mosaic_gpu": "unavailable", "fp8 mosaic_gpu, w quantized": "unavailable"}
+        peers |= {"fp8 xla": "ok", "fp8 xla, w quantized": "ok"}
     if "gather" in words:
         peers = {"copy": "ok"}
     for row in rows:

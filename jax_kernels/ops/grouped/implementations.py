@@ -121,7 +121,8 @@ def _config(request: GroupedRequest, implementation: str) -> tuple[Blocks, str]:
     row, source = block_specs.grouped_row(capability, implementation, call)
     backward = row.weight_gradient
     if isinstance(backward, GroupedSm90) and request.m % 8:
-        backward = block_specs.grouped_row(capability, "triton", call)[0].weight_gradient
+        of_gradient = dataclasses.replace(call, bits=max(call.bits, 16))  # of an 8-bit matmul it has 16 bits
+        backward = block_specs.grouped_row(capability, "triton", of_gradient)[0].weight_gradient
     return Blocks(forward=row.forward, backward=backward, core_count=request.device.core_count), source
 
 

@@ -178,7 +178,10 @@ def test_plan_of_8_bits():
         served = str(
             jax.make_jaxpr(lambda *given: grouped_matmul(*given, transpose_w=True))(types["x"], weights, sizes)
         )
-    assert plan.implementation == "mosaic_gpu"
+        odd = explain(grouped_matmul, **_types(m=4097, precision="fp8"))
+    assert isinstance(plan.config.backward, GroupedSm90)
+    assert not isinstance(odd.config.backward, GroupedSm90)
+    assert plan.implementation == odd.implementation == "mosaic_gpu"
     assert "not measured" in plan.source
     assert program.count("grouped_matmul_sm90") == 2 * served.count("grouped_matmul_sm90") > 0
     assert "grouped_weight_gradient_sm90" in program
