@@ -23,8 +23,6 @@ PARTIAL_COLUMNS = 8
 LOWEST = -3e38
 # In natural units: only -inf is a lower score.
 LOWEST_NATURAL = float(jnp.finfo(jnp.float32).min)
-# The largest distance, in base 2, of a score above row_max in scaled_step: float32 holds sums of 64 such P.
-LARGEST_SCALED = 120.0
 # Up to this magnitude the rounding of a score or of lse is at most 2**-10 in base 2.
 NEAR = 2.0**13
 
@@ -139,51 +137,6 @@ def headroom(dtype) -> float:
     2**headroom. P and its sums can hold that, because float16 values are below 2**16.
     """
     return 60.0 if dtype == jnp.bfloat16 else 15.0
-
-
-def lift(dtype) -> float:
-    """The distance, in base 2, of a row's number above its scores' maximum when lazy_step or scaled_step sets it.
-
-    dtype: of P in the matmul with V. bfloat16 holds a P as small as 2**-lift, so that a later score may be higher by
-    lift before P is above 1. float16 does not, but holds a P above 1.
-    """
-    return headroom(dtype) if dtype == jnp.bfloat16 else 0.0
-
-
-def limit(dtype) -> float:
-    """log2 of the largest P for which lazy_step and scaled_step keep the maximum. dtype: of P."""
-    return headroom(dtype) - lift(dtype)
-
-
-def scaled_step(scores, row_max, row_sum, scale: float, dtype, any_above):
-    """(P, new row_max, new row_sum, alpha, rises) without a search for the maximum: sums of P show that P is too large.
-
-    P = exp2(scores * scale * log2(e) - new row_max), float32. row_max: [rows], in base 2; no score, in base 2, may be
-    more than LARGEST_SCALED above it. row_sum: [rows, PARTIAL_COLUMNS], partial sums of P. dtype: of P in the matmul
-    with V. rises, alpha and any_above: as of lazy_step.
-
-    float32 holds a P that is too large for dtype. It is multiplied by a power of two, so that nothing is rounded twice.
-    """
-    p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_max, scores.shape, [0]))
-    sums = _row_sums(p)
-    largest = plgpu.layout_cast(jnp.full(row_max.shape, 2.0 ** limit(dtype), jnp.float32), WGMMA.reduce(1))
-    rises = any_above(sums, largest)
-
-    def rescale(p, row_max, row_sum, sums):
-        top = _tree(jnp.maximum, _parts(p)).max(axis=1)
-        excess = jnp.maximum(lax.log(top) * LOG2E + lift(dtype), 0.0)
-        # alpha may be below the least float32, but not its root.
-        half = (excess * 0.5).astype(jnp.int32).astype(jnp.float32) + jnp.where(excess > 0.0, 1.0, 0.0)
-        root = jnp.exp2(-half)
-
-        def smaller(x):
-            wide = lax.broadcast_in_dim(root, x.shape, [0])
-            return x * wide * wide
-
-        return smaller(p), row_max + 2 * half, smaller(row_sum) + smaller(sums), root * root
-
-    keep = lambda p, row_max, row_sum, sums: (p, row_max, row_sum + sums, row_max)
-    return *lax.cond(rises, rescale, keep, p, row_max, row_sum, sums), rises
 
 
 def rescaled_to_bound(p, row_max, row_sum, largest):

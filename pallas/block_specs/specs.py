@@ -32,10 +32,6 @@ H100 = TimedGpu(name="NVIDIA H100", capability=(9, 0))
 H200 = TimedGpu(name="NVIDIA H200", capability=(9, 0))
 
 
-# The choices of AttentionForwardSm90.unbounded.
-UNBOUNDED = ("running", "skip", "lazy", "scaled")
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionForwardSm90:
     """Blocks of the Hopper forward of attention: 64 queries for each compute warpgroup, and block_kv keys.
@@ -51,11 +47,6 @@ class AttentionForwardSm90:
       short tiles.
     bounded: whether, with a long kv loop, a pass computes the largest query and key norms. If they bound the scores, no
       maximum is kept.
-    unbounded: the softmax if the norms do not bound the scores. "running": each step searches the maximum of its scores
-      and rescales O. "skip": a warp with no higher score in its 16 rows does not rescale. "lazy": each step searches,
-      but renews the maximum and rescales only if a score is far above it.
-      "scaled": no step searches; if sums of P are too large, P and O are rescaled. This needs a bound of 180 in base 2
-      above the maximum of a row's first block (float16: 120); without it "lazy".
     norms_q_in_kernel: whether that pass computes key norms only, and a warpgroup the norms of the queries that it has
       loaded.
     early_q: whether the next tile's queries are loaded during this tile, into the memory of the previous tile's staged
@@ -75,7 +66,6 @@ class AttentionForwardSm90:
     head_group: int = 1
     dynamic: bool = False
     bounded: bool = True
-    unbounded: str = "running"
     norms_q_in_kernel: bool = False
     early_q: bool = False
     bounded_from: int = dataclasses.field(default=2048, repr=False)
@@ -88,9 +78,6 @@ class AttentionForwardSm90:
         if self.atom not in (16, 32, 64):
             raise ValueError(f"AttentionForwardSm90.atom={self.atom} must be 16, 32 or 64")
         positive(self, compute_warpgroups=1, block_kv=self.atom, stages=1, head_group=1)
-        if self.unbounded not in UNBOUNDED:
-            want = ", ".join(UNBOUNDED)
-            raise ValueError(f"AttentionForwardSm90.unbounded={self.unbounded!r} must be one of {want}")
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardSm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
 

@@ -172,7 +172,6 @@ def test_tile_without_keys_visits_one_masked_block():
     [
         (lambda: specs.AttentionForwardSm90(2, 96, 2), "block_kv=96 must be a positive multiple of 64"),
         (lambda: specs.AttentionForwardSm90(4, 64, 2), "compute_warpgroups=4 must be 2 or 3"),
-        (lambda: specs.AttentionForwardSm90(2, 64, 2, unbounded="lax"), "unbounded='lax' must be one of running,"),
         (lambda: specs.AttentionBackwardSm90(32), "block_q=32 must be a positive multiple of 64"),
         (lambda: specs.AttentionForwardTriton(96, 64, 4, 2), "block_q=96 must be a power of two"),
         (lambda: specs.AttentionForwardTriton(64, 64, 3, 2), "num_warps=3 must be a power of two"),

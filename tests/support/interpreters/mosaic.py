@@ -199,12 +199,9 @@ def _persistent(fields: dict, *arguments, config, core_count: int, **rest):
     return _KEY_GRADIENTS(*arguments, config=config, core_count=fields["ctas"], **rest)
 
 
-def set_bounded(bounded: bool, unbounded: str) -> None:
-    """If bounded, bounds the scores beforehand for any number of keys. Otherwise follows the block specs.
-
-    unbounded: the softmax of AttentionForwardSm90 for scores that are not bounded in fact.
-    """
-    always = {"bounded_from": 0, "bounded_from_limited": 0, "bounded_from_lists": 0, "unbounded": unbounded}
+def set_bounded(bounded: bool) -> None:
+    """If bounded, bounds the scores beforehand for any number of keys. Otherwise follows the block specs."""
+    always = {"bounded_from": 0, "bounded_from_limited": 0, "bounded_from_lists": 0}
     of_row = lambda row: dataclasses.replace(row, forward=dataclasses.replace(row.forward, **always))
     rows = (of_row(row) if bounded and row.implementation == "mosaic_gpu" else row for row in SM90.attention)
     block_specs.BLOCK_SPECS[9, 0] = dataclasses.replace(SM90, attention=tuple(rows))
@@ -216,7 +213,7 @@ def run(case: dict) -> dict:
     races = case.pop("races", False)
     deterministic = case.pop("deterministic", False)
     bounded = case.pop("bounded", False)  # short lists of keys do without bounds
-    set_bounded(bounded, case.pop("unbounded", "running"))
+    set_bounded(bounded)
     cores = case.pop("cores", 1)  # with more SMs than tiles, the backward splits tiles
     split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
     persistent = case.pop("persistent", None)
@@ -232,9 +229,8 @@ def run(case: dict) -> dict:
     # Not force_gpu_interpret_mode, which would also interpret the Triton kernel of a bias's gradient.
     plgpu.InterpretGPUParams = functools.partial(_PARAMS, detect_races=races)
     query, key, *others = testing.attention_inputs(case, seed=0)
-    if rising:  # the last visited keys have scores that exceed the first block's, by hundreds if True
-        most = 40 if rising is True else rising
-        factors = jax.numpy.linspace(*((0, 120) if has_lists else (most, 0)), case.kv_length)
+    if rising:  # the last visited keys have scores that exceed the first block's by hundreds
+        factors = jax.numpy.linspace(*((0, 120) if has_lists else (40, 0)), case.kv_length)
         key *= factors[:, None, None].astype(key.dtype)
     arrays = query, key, *others
     given = {}

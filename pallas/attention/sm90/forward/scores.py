@@ -20,7 +20,7 @@ from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Scratch, Sme
 from jax_kernels.pallas.attention.sm90.forward.step import Accumulators, LoopState, QueryTile, Softmax
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
-from jax_kernels.pallas.mosaic.registers import all_of_warp, any_of_warp_above, as_int32
+from jax_kernels.pallas.mosaic.registers import all_of_warp, as_int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,7 @@ class QueryTile16(QueryTile):
     score_bound: an upper bound of the scores in base 2, a float32 scalar of the head, or with config.norms_q_in_kernel
     one per query, [64]. is_small: whether a polynomial can compute the tanh of all scores of the head. is_bounded:
     whether row_max stays after the first block; equal in a warp. Each is None if the launch has no such branch;
-    is_bounded also before the first block. is_scalable: whether float32 holds each later P of the warp under the first
-    row_max; None unless config.unbounded is "scaled", and before the first block.
+    is_bounded also before the first block.
     """
 
     traits: Traits
@@ -48,7 +47,6 @@ class QueryTile16(QueryTile):
     score_bound: jax.Array | None
     is_small: jax.Array | None
     is_bounded: jax.Array | None = None
-    is_scalable: jax.Array | None = None
 
     def issue_scores(self, accs: Accumulators, slot: Index) -> None:
         accs.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.traits.config.block_kv), jnp.float32), WGMMA)
@@ -92,37 +90,9 @@ class QueryTile16(QueryTile):
             # Whether no later score of the warp's rows can be far above the maximum of the first block.
             is_bounded = all_of_warp(self.score_bound - row_max <= softmax.headroom(dtype))
             tile = dataclasses.replace(self, is_bounded=is_bounded)
-            if self.is_lazy:
-                return tile.lazy_start(p, row_max, row_sum, slot)
             if dtype == jnp.bfloat16:
                 rescaled = functools.partial(softmax.rescaled_to_bound, largest=self.score_bound)
                 p, row_max, row_sum = lax.cond(is_bounded, rescaled, lambda *state: state, p, row_max, row_sum)
-        return tile, LoopState(p=p.astype(dtype), row_max=row_max, row_sum=row_sum, slot=slot)
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether the launch has a branch for unbounded scores that keeps row_max in some steps."""
-        return self.score_bound is not None and self.traits.config.unbounded != "running"
-
-    def lazy_start(
-        self, p: jax.Array, row_max: jax.Array, row_sum: jax.Array, slot: Index
-    ) -> tuple["QueryTile16", LoopState]:
-        """The results of first_softmax if is_lazy, from the first block's softmax: row_max is raised to the bound, or
-        as far as the dtype allows.
-        """
-        config, dtype, bound, tile = self.traits.config, self.traits.dtype, needed(self.score_bound), self
-        lift = softmax.lift(dtype)
-        if config.unbounded == "scaled":
-            is_scalable = all_of_warp(bound - row_max <= lift + softmax.LARGEST_SCALED)
-            tile = dataclasses.replace(self, is_scalable=is_scalable)
-        raised = lambda largest: functools.partial(softmax.rescaled_to_bound, largest=largest)
-        if lift and config.unbounded == "skip":
-            keep = lambda *state: state
-            p, row_max, row_sum = lax.cond(self.is_bounded, raised(bound), keep, p, row_max, row_sum)
-        elif lift:
-            highest = row_max + lift
-            # The bound is NaN if a key has a NaN, also for queries that do not attend to the key.
-            p, row_max, row_sum = raised(jnp.where(bound < highest, bound, highest))(p, row_max, row_sum)
         return tile, LoopState(p=p.astype(dtype), row_max=row_max, row_sum=row_sum, slot=slot)
 
     def softmax_step(self, s: jax.Array, step: Index, state: LoopState) -> Softmax:
@@ -132,9 +102,8 @@ class QueryTile16(QueryTile):
             full = lambda s, row_max, row_sum: self._exponentials(finished(s), row_max, row_sum)
             short = functools.partial(self._small_exponentials, step)
             exponentials = functools.partial(lax.cond, self.is_small & needed(self.is_bounded), short, full)
-        p, row_max, row_sum, alpha, rises = exponentials(s, state.row_max, state.row_sum)
-        rescaled = functools.partial(self._rescaled, rises=rises)
-        return Softmax(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
+        p, row_max, row_sum, alpha = exponentials(s, state.row_max, state.row_sum)
+        return Softmax(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=self._rescaled)
 
     def rescaled_and_rounded(
         self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
@@ -195,42 +164,25 @@ class QueryTile16(QueryTile):
         plgpu.commit_smem()  # after the reads: the next copies overwrite this memory
         return s
 
-    def _exponentials(self, s: jax.Array, row_max: jax.Array, row_sum: jax.Array) -> tuple[Any, ...]:
-        """(P, row_max, row_sum, alpha, rises) of a step, without a search for the maximum if the scores are bounded.
+    def _exponentials(self, s: jax.Array, row_max: jax.Array, row_sum: jax.Array) -> tuple[jax.Array, ...]:
+        """(P, row_max, row_sum, alpha) of a step, without a search for the maximum if the scores are bounded.
 
-        s: the scores as the softmax takes them. rises: whether row_max is a new one; None unless is_lazy. alpha has no
-        meaning if row_max stays.
+        s: the scores as the softmax takes them. If the scores are bounded, alpha has no meaning.
         """
+        full, scale = self.traits.softmax_step, self.traits.softmax_scale
         if self.is_bounded is None:
-            return self._unbounded_exponentials(s, row_max, row_sum)
+            return full(s, row_max, row_sum)
 
         def short(s, row_max, row_sum):
-            p, row_sum = softmax.bounded_step(s, row_max, row_sum, self.traits.softmax_scale)
-            return p, row_max, row_sum, row_max, jnp.bool_(False) if self.is_lazy else None
+            p, row_sum = softmax.bounded_step(s, row_max, row_sum, scale)
+            return p, row_max, row_sum, row_max
 
-        return lax.cond(self.is_bounded, short, self._unbounded_exponentials, s, row_max, row_sum)
+        return lax.cond(self.is_bounded, short, full, s, row_max, row_sum)
 
-    def _unbounded_exponentials(self, s: jax.Array, row_max: jax.Array, row_sum: jax.Array) -> tuple[Any, ...]:
-        """(P, row_max, row_sum, alpha, rises) of a step if scores may be far above the first block's, as of
-        _exponentials.
-        """
-        traits, unbounded, dtype = self.traits, self.traits.config.unbounded, self.traits.dtype
-        if not self.is_lazy:
-            return *traits.softmax_step(s, row_max, row_sum), None
-        largest, limit = (0.0, 0.0) if unbounded == "skip" else (-softmax.lift(dtype), softmax.limit(dtype))
-
-        def lazy(s, row_max, row_sum):
-            return softmax.lazy_step(s, row_max, row_sum, traits.softmax_scale, largest, limit, any_of_warp_above)
-
-        def scaled(s, row_max, row_sum):
-            return softmax.scaled_step(s, row_max, row_sum, traits.softmax_scale, dtype, any_of_warp_above)
-
-        if unbounded != "scaled":
-            return lazy(s, row_max, row_sum)
-        return lax.cond(needed(self.is_scalable), scaled, lazy, s, row_max, row_sum)
-
-    def _small_exponentials(self, step: Index, s: jax.Array, row_max: jax.Array, row_sum: jax.Array) -> tuple[Any, ...]:
-        """(P, row_max, row_sum, alpha, rises) of a step of a head with small scores: a polynomial computes the tanh.
+    def _small_exponentials(
+        self, step: Index, s: jax.Array, row_max: jax.Array, row_sum: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """(P, row_max, row_sum, alpha) of a step of a head with small scores: a polynomial computes the tanh.
 
         s: S = Q K^T, before softcap and score_mod. row_max stays, and alpha has no meaning.
         """
@@ -240,11 +192,9 @@ class QueryTile16(QueryTile):
         else:
             s = self._modified(s, step, small=True)
         p, row_sum = softmax.bounded_step(s, row_max, row_sum, softmax.LN2)
-        return p, row_max, row_sum, row_max, jnp.bool_(False) if self.is_lazy else None
+        return p, row_max, row_sum, row_max
 
-    def _rescaled(self, acc: jax.Array, alpha: jax.Array, rises: jax.Array | None) -> jax.Array:
-        """O under the new maximum, acc * alpha; acc itself if row_max stays."""
+    def _rescaled(self, acc: jax.Array, alpha: jax.Array) -> jax.Array:
+        """O under the new maximum, acc * alpha; acc itself if the scores are bounded."""
         full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-        if rises is not None:
-            return lax.cond(rises, full, lambda acc: acc, acc)
         return full(acc) if self.is_bounded is None else lax.cond(self.is_bounded, lambda acc: acc, full, acc)
