@@ -154,14 +154,15 @@ def _matmul(implementation: str, *sizes: int, dtype: Any = jnp.bfloat16, **optio
     return Call(function=function, shapes=(_shape(m, k, dtype=dtype), _shape(k, n, dtype=dtype)))
 
 
-def _grouped(implementation: str) -> Call:
+def _grouped(implementation: str, columns: int = 320, precision: str | None = None) -> Call:
     """Groups of 0 rows, of fewer rows than a block and of more; rows past the last group; with a bias."""
+    given = {"activation": "silu", "precision": precision, "implementation": implementation}
 
     def multiply(x: Any, w: Any, bias: Any) -> Any:
         sizes = jnp.asarray([70, 0, 13, 200], jnp.int32)
-        return jk.grouped_matmul(x, w, sizes, bias=bias, activation="silu", implementation=implementation)
+        return jk.grouped_matmul(x, w, sizes, bias=bias, **given)
 
-    return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, 320), _shape(4, 320)))
+    return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, columns), _shape(4, columns)))
 
 
 def _gathered(implementation: str) -> Call:
@@ -269,6 +270,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "hopper matmul fp8 block": lambda: _matmul(HOPPER, 256, 512, 384, precision="fp8", scaling="block"),
     "hopper gated": lambda: _gated(HOPPER),
     "hopper grouped": lambda: _grouped(HOPPER),
+    "hopper grouped fp8": lambda: _grouped(HOPPER, 384, "fp8"),
     "hopper grouped gated": lambda: _grouped_gated(HOPPER),
     "hopper int4": lambda: _low_bit(HOPPER, "int4", 4),
     "hopper mxfp8": lambda: _low_bit(HOPPER, "mxfp8", 16),
