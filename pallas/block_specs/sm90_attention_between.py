@@ -64,8 +64,6 @@ BACKWARD_FULL_160 = Backward(block_q=64, q_loop_stagger=5, exit_after_smem_read=
 BACKWARD_CAUSAL_160 = Backward(block_q=64, head_group=4, exit_after_smem_read=True)
 # One stage of dO leaves room for a bias's tile. Lists would spill 24 bytes with two.
 BACKWARD_DENSE_160 = dataclasses.replace(BACKWARD_CAUSAL_160, do_stages=1)
-# At 192 with values of 128, two stages of dO leave no room for segment ids, nor for the counters of a split tile.
-BACKWARD_FULL_192_128 = dataclasses.replace(BACKWARD_FULL_160, do_stages=1)
 
 # Backward with more columns: the blocks of 256.
 BACKWARD_FULL_192 = Backward(block_q=64, do_stages=1, early_dv=True, late_do=True, exit_after_smem_read=True)
@@ -83,6 +81,7 @@ BETWEEN = (
     Row(head_dim=112, forward=CAUSAL_112, backward=BACKWARD_CAUSAL_112, is_causal=True),
     Row(head_dim=160, forward=FULL_160, backward=BACKWARD_FULL_160, is_causal=False),
     Row(head_dim=160, forward=CAUSAL_160, backward=BACKWARD_CAUSAL_160, is_causal=True),
+    # Two stages of dO leave no room for segment ids.
     Row(
         head_dim=192,
         v_head_dim=128,
@@ -90,7 +89,7 @@ BETWEEN = (
         backward=BACKWARD_DENSE_160,
         has_segments=True,
     ),
-    Row(head_dim=192, v_head_dim=128, forward=FULL_192_128, backward=BACKWARD_FULL_192_128, is_causal=False),
+    Row(head_dim=192, v_head_dim=128, forward=FULL_192_128, backward=BACKWARD_FULL_160, is_causal=False),
     Row(head_dim=192, v_head_dim=128, forward=CAUSAL_192_128, backward=BACKWARD_CAUSAL_160, is_causal=True),
     Row(head_dim=192, forward=FULL_192, backward=BACKWARD_FULL_192, is_causal=False),
     Row(head_dim=192, forward=CAUSAL_192, backward=BACKWARD_CAUSAL_192, is_causal=True),

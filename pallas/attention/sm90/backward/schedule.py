@@ -116,7 +116,9 @@ class Schedule:
         )
         split = SplitTail.none(shape.tiles)
         # A call that adds dquery in order of arrival may add dkey and dvalue in that order, too.
-        may_split = visits_all and not bias_gradient and arrays.dquery is not None
+        # The sums of a part are copied from one memory, which has the columns of dkey and dvalue alike.
+        has_equal_columns = arrays.query.shape[-1] == arrays.value.shape[-1]
+        may_split = visits_all and has_equal_columns and not bias_gradient and arrays.dquery is not None
         if may_split and arrays.lists is None and arrays.bounds is None:
             split = SplitTail.of(shape.tiles, pl.cdiv(q_length, config.block_q) * group, core_count)
         # A persistent CTA issues scores ahead. Two stages of keys do not fit above head_dim 128. The sums of a bias, a
