@@ -210,6 +210,8 @@ ATTENTION_CASES = (
     _heads("head_dim_256", 256, is_causal=False),
     _heads("value_wider", 64, 128),
     _heads("value_narrower", 128, 40, is_causal=False),
+    _heads("head_dim_192_128", 192, 128, is_causal=False, heads=4, kv_heads=1),
+    _heads("head_dim_192_128_segments", 192, 128, segments="packed"),
     AttentionCase("offset_positive", q_length=72, kv_length=200, is_causal=True, q_offset=128),
     # Queries 0 to 49 have no key.
     AttentionCase("offset_negative", q_length=150, kv_length=100, is_causal=True, q_offset=-50),

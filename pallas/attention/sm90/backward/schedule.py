@@ -116,7 +116,7 @@ class Schedule:
         )
         split = SplitTail.none(shape.tiles)
         # A call that adds dquery in order of arrival may add dkey and dvalue in that order, too.
-        # The sums of a part are copied from one memory, which has the columns of dkey and dvalue alike.
+        # At 192 with values of 128, shared memory has no room for the count of the parts.
         has_equal_columns = arrays.query.shape[-1] == arrays.value.shape[-1]
         may_split = visits_all and has_equal_columns and not bias_gradient and arrays.dquery is not None
         if may_split and arrays.lists is None and arrays.bounds is None:

@@ -15,6 +15,7 @@ from jax_kernels.pallas.attention.sm90.backward.traits import Traits
 from jax_kernels.pallas.attention.sm90.backward.widths import COMPUTE_WGS
 from jax_kernels.pallas.attention.sm90.features.bias import Stage
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
+from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import Barriers, BarrierSlice
 from jax_kernels.pallas.mosaic.layouts import swizzle, swizzle_float32
 from jax_kernels.pallas.mosaic.scratch import smem_ref
@@ -69,7 +70,8 @@ class Smem:
 
     k, v, q, do: keys, values, queries and dout, [stages, ...] in the layouts Traits.k_tiles, v_tiles, q_tiles and
     do_tiles. ds: [warpgroups, chunks of queries, 64, 64], a step's dS^T. dq: [warpgroups, 64, chunk] float32, on its
-    way to device memory. lse, delta, ids: [stages, block_q], lse, delta and segment ids of a step's queries. barriers:
+    way to device memory. dv: the same memory as [warpgroups, chunk / v_chunk, 64, v_chunk] tiles; None if v_chunk is
+    chunk. lse, delta, ids: [stages, block_q], lse, delta and segment ids of a step's queries. barriers:
     arrays of barriers, from which KernelBarriers takes its fields. bias: of a step. arrived: [warpgroups] int32, how
     many parts of a split work tile have finished. dbias: [warpgroups, 64] float32. tile: [stages of keys] int32,
     indices of work tiles. steps: [stages, ...] of StepNumbers.
@@ -81,6 +83,7 @@ class Smem:
     do: TileRefs
     ds: Ref
     dq: Ref
+    dv: Ref | None
     lse: Ref
     delta: Ref
     ids: Ref | None
@@ -104,7 +107,8 @@ class Smem:
             q=to_view(traits.q_tiles.scratch(q_stages, halves, block_q, dtype=dtype)),
             do=to_view(traits.do_tiles.scratch(do_stages, halves, block_q, dtype=dtype)),
             ds=smem_ref((COMPUTE_WGS, traits.q_chunks, 64, 64), dtype, transforms=swizzle(traits.chunk)),
-            dq=smem_ref((COMPUTE_WGS, 64, traits.chunk), jnp.float32, transforms=swizzle_float32(traits.chunk)),
+            dq=_dq_memory(traits),
+            dv=None,  # by viewed()
             lse=smem_ref((q_stages, block_q), jnp.float32),
             delta=smem_ref((do_stages, block_q), jnp.float32),
             ids=smem_ref((q_stages, block_q), jnp.int32) if traits.has_segments else None,
@@ -117,14 +121,41 @@ class Smem:
         )
 
     def viewed(self, traits: Traits) -> "Smem":
-        """The same fields, with a TileRefs in each of k, v, q and do."""
+        """The same fields, with a TileRefs in each of k, v, q and do, and with dv."""
+        dq, dv = cast(Any, self.dq) if _has_dv(traits) else (self.dq, None)
         return dataclasses.replace(
             self,
+            dq=dq,
+            dv=dv,
             k=TileRefs(*traits.k_tiles.views(cast(Ref, self.k))),
             v=TileRefs(*traits.v_tiles.views(cast(Ref, self.v))),
             q=TileRefs(*traits.q_tiles.views(cast(Ref, self.q))),
             do=TileRefs(*traits.do_tiles.views(cast(Ref, self.do))),
         )
+
+    def dv_of(self, wg: Index, v_chunk: int) -> Ref:
+        """The memory [64, v_chunk] for a copy of a warpgroup's dvalue in float32."""
+        if self.dv is not None:
+            return self.dv.at[wg, 0]
+        dq = self.dq.at[wg]
+        return dq if dq.shape[1] == v_chunk else dq.at[:, :v_chunk]  # narrower only in the interpreter
+
+
+def _has_dv(traits: Traits) -> bool:
+    """Whether copies of dvalue need tiles of their own: copies take whole tiles, except in the interpreter."""
+    return traits.v_chunk != traits.chunk and not interpreter.INTERPRETED
+
+
+def _dq_memory(traits: Traits) -> Ref:
+    """The request for the memory of Smem.dq and Smem.dv."""
+
+    def tiles(*shape: int) -> Ref:
+        return smem_ref((COMPUTE_WGS, *shape), jnp.float32, transforms=swizzle_float32(shape[-1]))
+
+    of_dq = tiles(64, traits.chunk)
+    if not _has_dv(traits):
+        return of_dq
+    return cast(Ref, plgpu.RefUnion(of_dq, tiles(traits.chunk // traits.v_chunk, 64, traits.v_chunk)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Stores of dkey and dvalue by a compute warpgroup of the Hopper backward, after the q_loop of a work tile."""
 
 import dataclasses
-import math
 
 import jax
 from jax.experimental import pallas as pl
@@ -27,10 +26,10 @@ def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: ja
     wg = recomputed(kernel.wg)
     key_group, half = (0, wg) if traits.splits_columns else (wg, 0)
     chunks = [half * (traits.width // traits.chunk) + c for c in range(traits.width // traits.chunk)]
-    v_chunk = math.gcd(traits.chunk, traits.v_width)
     v_chunks = chunks
-    if (v_chunk, traits.v_width) != (traits.chunk, traits.width):
-        v_chunks = [half * (traits.v_width // v_chunk) + c for c in range(traits.v_width // v_chunk)]
+    if (traits.v_chunk, traits.v_width) != (traits.chunk, traits.width):
+        count = traits.v_width // traits.v_chunk
+        v_chunks = [half * count + c for c in range(count)]
     if traits.bias_gradient:
         _store_dbias(work, needed(dbias), wg, key_group)
     stages = traits.schedule.stages_of(work.turn)
@@ -43,14 +42,14 @@ def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: ja
         tile=work.tile,
         k_smem=k_smem,
         v_smem=v_smem,
-        sums_smem=smem.dq.at[wg],
+        dk_smem=smem.dq.at[wg],
+        dv_smem=smem.dv_of(wg, traits.v_chunk),
         # The exchange of dS also signals that each warpgroup has read K.
         last_read=(barriers.last_read or barriers.ds_free).at[0],
         wg=wg,
         key_group=key_group,
         half=half,
         chunks=chunks,
-        v_chunk=v_chunk,
         v_chunks=v_chunks,
     )
     store.finish(dk, dv)
@@ -75,23 +74,23 @@ class Store:
     """The stores of dkey and dvalue of one work tile, by one compute warpgroup.
 
     They go through the shared memory of its keys (k_smem) and values (v_smem), after the last read of any warpgroup
-    (last_read). v_smem: None if the next values are loaded there meanwhile; dvalue then goes through k_smem. sums_smem:
-    [64, chunk] float32, for float32 results and for parts of a work tile. key_group, half: which 64 keys, and which
-    half of the columns, the warpgroup has. chunks: indices of its chunks of the columns of key. v_chunks: of its chunks
-    of `v_chunk` columns of value, as sums_smem holds them.
+    (last_read). v_smem: None if the next values are loaded there meanwhile; dvalue then goes through k_smem. dk_smem,
+    dv_smem: [64, chunk] and [64, v_chunk] float32, in the same memory, for float32 results and for parts of a work
+    tile. key_group, half: which 64 keys, and which half of the columns, the warpgroup has. chunks: indices of its
+    chunks of the columns of key. v_chunks: of its chunks of the columns of value.
     """
 
     kernel: Kernel
     tile: Index
     k_smem: TileRefs
     v_smem: TileRefs | None
-    sums_smem: Ref
+    dk_smem: Ref
+    dv_smem: Ref
     last_read: Barrier
     wg: Index
     key_group: Index
     half: Index
     chunks: list[Index]
-    v_chunk: int
     v_chunks: list[Index]
 
     def finish(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
@@ -174,11 +173,9 @@ class Store:
 
     def _sums(self, *, of_value: bool) -> tuple[int, Ref, list[Index]]:
         """(the columns of a chunk of dkey or dvalue in float32, its shared memory, the indices of the chunks)."""
-        chunk = self.kernel.traits.chunk
-        if not of_value:
-            return chunk, self.sums_smem, self.chunks
-        smem = self.sums_smem if self.v_chunk == chunk else self.sums_smem.at[:, : self.v_chunk]
-        return self.v_chunk, smem, self.v_chunks
+        if of_value:
+            return self.kernel.traits.v_chunk, self.dv_smem, self.v_chunks
+        return self.kernel.traits.chunk, self.dk_smem, self.chunks
 
     def _store_float32(
         self, x: list[jax.Array], gmem: Ref, b: Index, rows: Slice, kv_head: Index, *, of_value: bool = False

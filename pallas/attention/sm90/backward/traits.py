@@ -1,6 +1,7 @@
 """The static facts of a Hopper backward when its kernel is traced: sizes, and the features of a call."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,11 @@ class Traits:
     def chunk(self) -> int:
         """The number of columns of a tile of keys, and of a block of dquery."""
         return self.widths.chunk
+
+    @property
+    def v_chunk(self) -> int:
+        """The number of columns of dvalue that a float32 copy takes. It divides chunk."""
+        return math.gcd(self.chunk, self.v_width)
 
     @property
     def chunks(self) -> int:

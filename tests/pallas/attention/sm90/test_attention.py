@@ -95,7 +95,6 @@ CASES = {
     "head_dim_192_128_keys": SMALL
     | {"head_dim": 192, "v_head_dim": 128, "bias": "bhs", "batch": 2, "heads": 2, "kv_lengths": [90, 150]},
     "head_dim_192_128_everything": EVERYTHING | {"head_dim": 192, "v_head_dim": 128},
-    "head_dim_192_128_split": SMALL | {"head_dim": 192, "v_head_dim": 128, "q_length": 500, "cores": 132},
     "head_dim_192_128_deterministic": SMALL
     | {"head_dim": 192, "v_head_dim": 128, "is_causal": True, "kv_length": 200, "deterministic": True},
     "head_dim_128_192": SMALL | {"head_dim": 128, "v_head_dim": 192, "is_causal": True, "kv_length": 200},
