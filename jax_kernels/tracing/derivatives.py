@@ -24,6 +24,7 @@ __all__ = [
     "in_reverse_mode",
     "linear_p",
     "no_forward_mode",
+    "straight_through",
     "with_plain_derivative",
     "without_derivative",
 ]
@@ -279,6 +280,34 @@ def with_plain_derivative(function: Callable[..., Any], plain: Callable[..., Any
 
     wrapped.defjvp(under_defaults(rule), symbolic_zeros=True)
     return lambda call, *arguments: wrapped(call, *_of_jax(arguments))
+
+
+def straight_through(
+    run: Callable[..., Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    plain: Callable[..., Any],
+    plain_gradients: Callable[..., Any],
+) -> Callable[..., Any]:
+    """in_both_modes of a function run(call, inputs) that rounds its inputs, with the identity as rounding's derivative.
+
+    run, forward, backward: as in_both_modes takes them. plain(call, inputs): the values of run; JAX's derivatives of it
+    are derivatives of run. plain_gradients(call, inputs, cotangent): the gradients of plain.
+    """
+    rounded_forward = with_plain_derivative(
+        forward,
+        lambda call, inputs: (plain(call, inputs), forward(call, jax.tree.map(jax.lax.stop_gradient, inputs))[1]),
+    )
+    rounded_backward = with_plain_derivative(
+        lambda call, inputs, kept, cotangent: backward(call, kept, cotangent),
+        lambda call, inputs, kept, cotangent: plain_gradients(call, inputs, cotangent),
+    )
+
+    def with_inputs(call: Any, inputs: Any) -> tuple[Any, Any]:
+        out, kept = rounded_forward(call, inputs)
+        return out, (inputs, kept)
+
+    return in_both_modes(run, with_inputs, lambda call, kept, x: rounded_backward(call, *kept, x), plain=plain)
 
 
 def _moving(directions: Sequence[Any]) -> tuple[int, ...]:

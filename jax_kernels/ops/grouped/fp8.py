@@ -21,7 +21,7 @@ from jax_kernels.ops.matmul.gradients import ScaledCotangents, epilogue_gradient
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
 from jax_kernels.reference import grouped_matmul as reference
-from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode, with_plain_derivative
+from jax_kernels.tracing.derivatives import in_reverse_mode, no_forward_mode, straight_through
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["planned"]
@@ -131,24 +131,6 @@ def _straight_gradients(call: PlannedCall, inputs: GroupedInputs, dout: jax.Arra
 
 _by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
 _by_kernels.defvjp(_forward, _backward)
-_rounded_forward = with_plain_derivative(
-    _forward,
-    lambda call, inputs: (_straight_through(call, inputs), _forward(call, jax.tree.map(lax.stop_gradient, inputs))[1]),
-)
-_rounded_backward = with_plain_derivative(
-    lambda call, inputs, kept, dout: _backward(call, kept, dout),
-    lambda call, inputs, kept, dout: _straight_gradients(call, inputs, dout),
-)
 
 
-def _plain_forward(call: PlannedCall, inputs: GroupedInputs) -> tuple[jax.Array, Any]:
-    out, kept = _rounded_forward(call, inputs)
-    return out, (inputs, kept)
-
-
-_plain = in_both_modes(
-    _out,
-    _plain_forward,
-    lambda call, kept, dout: _rounded_backward(call, *kept, dout),
-    plain=_straight_through,
-)
+_plain = straight_through(_out, _forward, _backward, _straight_through, _straight_gradients)

@@ -39,7 +39,7 @@ from jax_kernels.quantization import (
 )
 from jax_kernels.quantization.scale_blocks import BLOCK, boxes, counts, sizes_of
 from jax_kernels.reference import matmul as reference
-from jax_kernels.tracing.derivatives import in_both_modes, with_plain_derivative
+from jax_kernels.tracing.derivatives import straight_through
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "run"]
@@ -346,14 +346,6 @@ def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
 
 _by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
 _by_kernels.defvjp(_forward, _backward)
-_rounded_forward = with_plain_derivative(
-    _forward,
-    lambda call, inputs: (_straight_through(call, inputs), _forward(call, jax.tree.map(lax.stop_gradient, inputs))[1]),
-)
-_rounded_backward = with_plain_derivative(
-    lambda call, inputs, kept, dout: _backward(call, kept, dout),
-    lambda call, inputs, kept, dout: _straight_gradients(call, inputs, dout),
-)
 
 
 def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array) -> tuple[MatmulInputs]:
@@ -362,17 +354,7 @@ def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array
     return (found._replace(x_scale=None, w_scale=None, w_up_scale=None),)
 
 
-def _plain_forward(call: PlannedCall, inputs: MatmulInputs) -> tuple[jax.Array, Any]:
-    out, kept = _rounded_forward(call, inputs)
-    return out, (inputs, kept)
-
-
-_plain = in_both_modes(
-    _out,
-    _plain_forward,
-    lambda call, kept, dout: _rounded_backward(call, *kept, dout),
-    plain=_straight_through,
-)
+_plain = straight_through(_out, _forward, _backward, _straight_through, _straight_gradients)
 
 
 def _product(call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:

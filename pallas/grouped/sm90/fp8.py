@@ -17,7 +17,8 @@ from jax_kernels.inputs.grouped_matmul import GroupedInputs
 from jax_kernels.inputs.matmul import scale_shares
 from jax_kernels.pallas.grouped.sm90.state import COLUMNS, ROWS, Kernel, WorkTile
 from jax_kernels.pallas.kernel_types import Barrier, Index, Slice, needed
-from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
+from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW
+from jax_kernels.pallas.mosaic.promotion import promoted
 from jax_kernels.pallas.mosaic.registers import zeros_stay
 
 __all__ = ["load_weights", "promoted_sums", "scaled", "with_scales_to_load"]
@@ -74,20 +75,14 @@ def promoted_sums(kernel: Kernel, wg: Index, filled: Index) -> list[jax.Array]:
         plgpu.barrier_wait(ready.at[slot_of(first)])
         return pl.run_scoped(run, plgpu.ACC((ROWS, traits.promoted)))
 
-    def steps(first: Index, count: int, totals: list[jax.Array]) -> list[jax.Array]:
-        found = []
-        for total, part in zip(totals, parts, strict=True):
-            sums = product(first, count, *part)
-            found.append(lax.optimization_barrier(total + sums))  # add here, not after the last part's wgmmas
-        for i in range(count):
-            plgpu.barrier_arrive(smem.free.at[slot_of(first + i)])
-        return found
-
-    totals = [plgpu.layout_cast(jnp.zeros((ROWS, traits.promoted), jnp.float32), WGMMA)] * len(parts)
-    together = traits.promoted_steps
-    turns, rest = divmod(traits.k_steps, together)
-    totals = lax.fori_loop(0, turns, lambda i, totals: steps(i * together, together, totals), totals)
-    return steps(jnp.int32(turns * together), rest, totals) if rest else totals
+    return promoted(
+        lambda first, count: (product(first, count, *part) for part in parts),
+        lambda i: plgpu.barrier_arrive(smem.free.at[slot_of(i)]),
+        parts=len(parts),
+        shape=(ROWS, traits.promoted),
+        steps=traits.k_steps,
+        together=traits.promoted_steps,
+    )
 
 
 def scaled(kernel: Kernel, total: jax.Array, row: Index, group: Index, column: Index) -> jax.Array:

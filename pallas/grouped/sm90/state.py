@@ -49,6 +49,14 @@ class Turn:
     def first(cls, ctas: int, snake: bool) -> "Turn":
         return cls(rank=lax.axis_index("cta"), number=jnp.int32(0), ctas=ctas, snake=snake)
 
+    @classmethod
+    def at(cls, number: Index, ctas: int, snake: bool) -> "Turn":
+        """The turn of this number."""
+        rank = lax.axis_index("cta")
+        if snake:
+            rank = jnp.where(jnp.bitwise_and(number, 1) == 1, ctas - 1 - rank, rank)
+        return cls(rank=rank, number=number, ctas=ctas, snake=snake)
+
     @property
     def index(self) -> Index:
         """The index of the CTA's work tile. If it is past the last tile, the CTA has no more tiles."""
@@ -266,12 +274,7 @@ class Kernel:
 
     def _for_each_8_bit_tile(self, run: Callable[[WorkTile, Index], None]) -> None:
         """for_each_tile for sums of 8 bits, which leave no registers for the next tile and for a whole Turn."""
-        ctas, snake = self.ctas, self.traits.config.snake
-
-        def index_of(number: Index) -> Index:
-            cta = lax.axis_index("cta")
-            is_opposite = jnp.bitwise_and(number, 1) == 1
-            return number * ctas + (jnp.where(is_opposite, ctas - 1 - cta, cta) if snake else cta)
+        index_of = lambda number: Turn.at(number, self.ctas, self.traits.config.snake).index
 
         def if_any(number: Index) -> Index:
             """The number of a turn; -1 if the CTA has no work tile in this turn."""

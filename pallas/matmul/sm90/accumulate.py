@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, scale_factors, scale_shares
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
 from jax_kernels.pallas.matmul.sm90.state import ROWS, SCALE_BLOCK, Kernel, WorkTile
-from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
+from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW
+from jax_kernels.pallas.mosaic.promotion import promoted
 from jax_kernels.pallas.mosaic.registers import zeros_stay
 
 
@@ -183,24 +184,21 @@ def promoted_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list
         row = jnp.minimum(row, pl.cdiv(traits.m, SCALE_BLOCK) - 1)  # and below the last row
         return inputs.x_scale[row, i] * part.scale[column, i]
 
-    def steps(first, count, totals):
-        found, of_blocks = [], traits.options.scaling == "block"
+    def products(first, count):
+        of_blocks = traits.options.scaling == "block"
         factors = [factor(first, part) if of_blocks else None for part in parts]  # read while the wgmmas run
-        for total, part, scale in zip(totals, parts, factors, strict=True):
+        for part, scale in zip(parts, factors, strict=True):
             sums = product(first, count, part)
-            if scale is not None:
-                sums = sums * scale
-            found.append(lax.optimization_barrier(total + sums))  # add here, not after the last part's wgmmas
-        for i in range(count):
-            plgpu.barrier_arrive(smem.free.at[slot_of(first + i)])
-        return found
+            yield sums if scale is None else sums * scale
 
-    totals = [plgpu.layout_cast(jnp.zeros((ROWS, traits.promoted), jnp.float32), WGMMA)] * len(parts)
-    together = traits.promoted_steps
-    turns, rest = divmod(traits.k_steps, together)
-    totals = lax.fori_loop(0, turns, lambda i, totals: steps(i * together, together, totals), totals)
-    if rest:
-        totals = steps(turns * together, rest, totals)
+    totals = promoted(
+        products,
+        lambda i: plgpu.barrier_arrive(smem.free.at[slot_of(i)]),
+        parts=len(parts),
+        shape=(ROWS, traits.promoted),
+        steps=traits.k_steps,
+        together=traits.promoted_steps,
+    )
     of_product = len(parts) // 2 if traits.is_gated else len(parts)
     return [Sums(product=totals[:of_product], up=totals[of_product:] or None)]
 
