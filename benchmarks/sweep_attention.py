@@ -171,8 +171,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128, help="of the shape 2, 8192, 2048 / head_dim, head_dim")
     parser.add_argument("--shape", help="batch,seq,heads,head_dim[/value_head_dim][,kv_heads] instead of --head-dim")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    told = "factor of the queries: scores of 8 or more have no useful bound by norms"
-    parser.add_argument("--query-scale", type=seconds, default=1.0, help=told)
+    scale_help = "factor of the queries: scores of 8 or more have no useful bound by norms"
+    parser.add_argument("--query-scale", type=seconds, default=1.0, help=scale_help)
     parser.add_argument("--configs", help="instead of the grid, fields in order or by name: '2,128,2;3,128,stages=3'")
     parser.add_argument("--seconds", type=seconds, default=0.1, help="queued work of one turn")
     parser.add_argument("--turns", type=count, default=2, help="turns of a config when it is first timed")

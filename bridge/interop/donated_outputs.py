@@ -71,7 +71,7 @@ class _DonatingJit:
 
     jitted(targets, *arguments): the jitted function, which overwrites the arrays in the list `targets` with its results
     (they are donated). results: by FlatArguments.key, the shape, strides and dtype of each result; None if JAX cannot
-    write the results of such a call in place.
+    write the results of such a call to the arrays.
     """
 
     def __init__(self, function: JaxFunction) -> None:

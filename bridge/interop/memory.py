@@ -10,6 +10,8 @@ import jax
 import torch
 from jax._src import xla_bridge
 
+from jax_kernels import chunks
+
 __all__ = ["MemoryReport", "free_locals", "leave_memory_to_torch", "memory_report", "retry_on_oom"]
 
 # A user who set one of these has decided how the memory is divided.
@@ -112,21 +114,17 @@ def retry_on_oom[Result](device: torch.device, call: Callable[[], Result]) -> Re
     try:
         return call()
     except jax.errors.JaxRuntimeError as error:
-        if device.type != "cuda" or not _is_out_of_memory(error):
+        if device.type != "cuda" or not chunks.is_out_of_memory(error):
             raise
     torch.cuda.synchronize(device)  # memory that is freed in stream order is free afterwards
     torch.cuda.empty_cache()
     try:
         return call()
     except jax.errors.JaxRuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not chunks.is_out_of_memory(error):
             raise
         text = str(error).splitlines()[0]
         raise torch.cuda.OutOfMemoryError(f"JAX is out of memory: {text}\n{memory_report(device)}") from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def free_locals(error: BaseException) -> None:

@@ -20,6 +20,7 @@ from jax_kernels.ops.attention.decode_implementations import DecodeRequest
 from jax_kernels.ops.attention.flash_attention_fp8 import Fp8Request
 from jax_kernels.ops.attention.implementations import AttentionRequest
 from jax_kernels.ops.cross_entropy.implementations import LossRequest
+from jax_kernels.ops.grouped.experts import ExpertsInputs
 from jax_kernels.ops.grouped.implementations import GroupedRequest
 from jax_kernels.ops.matmul.implementations import MatmulRequest
 from jax_kernels.ops.normalization.implementations import NormRequest
@@ -167,9 +168,10 @@ def _matmul(request: MatmulRequest, inputs: Any, backward: bool) -> Cost:
 
 def _grouped(request: GroupedRequest, inputs: Any, backward: bool) -> Cost:
     """Counts all rows as rows of a group. The backward has two matmuls for each matmul: for its x, and for its w."""
-    first, columns = getattr(inputs, "first", inputs), request.n  # of the experts of a model
-    flops = matmul_flops(request.m, request.n, request.k) * (1 if first.w_up is None else 2)
-    if first is not inputs:
+    is_experts = isinstance(inputs, ExpertsInputs)
+    is_gated = is_experts or inputs.is_gated
+    flops, columns = matmul_flops(request.m, request.n, request.k) * (2 if is_gated else 1), request.n
+    if is_experts:
         columns = inputs.down.shape[-1]
         flops += matmul_flops(request.m, columns, request.n)
     flops *= 2 if backward else 1

@@ -78,6 +78,8 @@ class _Silent:
 class _Session:
     """The Tuner of one block: results so far, and the traced calls that are timed after the block."""
 
+    lists_composed = False
+
     def __init__(self, gradients: bool, seconds: float, progress: Progress):
         self.gradients, self.seconds, self.progress = gradients, seconds, progress
         self.results: list[TunedCall] = []
@@ -87,7 +89,7 @@ class _Session:
 
     def tuned(self, tunable: TunableCall) -> tuple[PlannedCall, Any]:
         """Times a call with arrays at once; keeps a traced call for later, without its arrays."""
-        key = tunable.request.device.name, tuning_key(tunable.request), tunable.named
+        key = tunable.request.device.name, tuning_key(tunable.request), tunable.named, tunable.reason
         if key not in self._seen:
             if (reason := tunable.reason or _why_not(tunable)) is not None:
                 self._add(TunedCall(request=tunable.request, named=tunable.named, winner=None, reason=reason))
@@ -99,8 +101,6 @@ class _Session:
         choice = tunable.op.choose(tunable.request, tunable.named)
         call = dataclasses.replace(tunable.call, implementation=choice.implementation, config=choice.config)
         return call, tunable.inputs
-
-    lists_composed = False
 
     def composed(self, tunable: TunableCall) -> Any:
         """The inputs as they are: the calls that the op is made of are tuned."""

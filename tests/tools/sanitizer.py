@@ -181,6 +181,17 @@ def _grouped_gated(implementation: str) -> Call:
     return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, 320), _shape(4, 128, 320)))
 
 
+def _cross_entropy(implementation: str, reduction: str) -> Call:
+    """Tokens and a vocabulary that fill no block; ignored tokens."""
+
+    def loss(x: Any, w: Any) -> Any:
+        targets = jnp.arange(200, dtype=jnp.int32) * 7 % 333 - 1
+        given = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3}
+        return jk.linear_cross_entropy(x, w, targets, **given, implementation=implementation)
+
+    return Call(function=loss, shapes=(_shape(200, 72), _shape(72, 333)))
+
+
 def _gated(implementation: str, **options: Any) -> Call:
     function = functools.partial(jk.gated_matmul, activation="silu", implementation=implementation, **options)
     return Call(function=function, shapes=(_shape(200, 256), _shape(256, 384), _shape(256, 384)))
@@ -243,6 +254,9 @@ CALLS: dict[str, Callable[[], Call]] = {
     "hopper unbounded 128": lambda: _attention(HOPPER, 128, softcap=5.0, window=(60, 20)),
     "hopper 256": lambda: _attention(HOPPER, 256, is_causal=True),
     "hopper 192 and 128": lambda: _attention(HOPPER, 192, v_head_dim=128),
+    "hopper 192 and 128 segments": lambda: _attention(
+        HOPPER, 192, v_head_dim=128, lengths=(333, 333), segment_ids=_segments
+    ),
     "hopper deterministic": lambda: _attention(HOPPER, 128, deterministic=True, is_causal=True),
     "hopper segments": lambda: _attention(HOPPER, 64, lengths=(333, 333), segment_ids=_segments, is_causal=True),
     "hopper sinks": lambda: _attention(HOPPER, 64, sinks=lambda: jnp.zeros(4, jnp.float32), return_lse=True),
@@ -302,6 +316,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "triton grouped": lambda: _grouped(TRITON),
     "triton grouped gathered": lambda: _gathered(TRITON),
     "triton grouped gated": lambda: _grouped_gated(TRITON),
+    "triton cross entropy": lambda: _cross_entropy(TRITON, "none"),
+    "triton cross entropy mean": lambda: _cross_entropy(TRITON, "mean"),
     "triton int4": lambda: _low_bit(TRITON, "int4", 4),
     "triton mxfp4": lambda: _low_bit(TRITON, "mxfp4", 3, inner=4096),
     "triton rms_norm 37 x 1000": lambda: _norm("rms_norm", TRITON, 37, 1000),

@@ -283,6 +283,16 @@ def test_calls_that_cannot_be_tuned(monkeypatch):
     assert all("not tuned" in str(result) for result in results)
 
 
+def test_a_call_with_a_reason_leaves_an_equal_request_to_tune():
+    """The experts of a model have a request of grouped_gated_matmul, and are not tuned themselves."""
+    request, inputs = _check(x=X, lengths=None, implementation=None)
+    with tune() as results:
+        OP.tuned(OP.call(request, None), request, _run, inputs, None, reason="tune its parts")
+        scale(X)
+    assert [result.reason for result in results if result.winner is None] == ["tune its parts"]
+    assert [result.winner.fastest for result in results if result.winner is not None] == ["fast"]
+
+
 def test_an_error_in_the_block_leaves_traced_calls_untimed(readings):
     with pytest.raises(KeyError), tune():
         {}[jax.jit(scale)(X).size]

@@ -378,7 +378,6 @@ _of_results: Any = (
     lambda call, arrays, out, lse: ((out, lse), (*arrays, out, lse)),
     lambda call, residuals, cotangents: (*_dilated_bwd(call, residuals, cotangents), None, None),
 )
-_again: Any = lambda call, arrays, out, lse: _split(_forward, call, (True,), arrays)
 _with_results = jax.custom_vjp(_of_results[0], nondiff_argnums=(0,))
 _with_results.defvjp(*_of_results[1:])
 _plain_with_results = in_both_modes(

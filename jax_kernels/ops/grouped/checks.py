@@ -1,6 +1,7 @@
 """The checks of grouped_matmul's and grouped_gated_matmul's arguments."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,12 +18,19 @@ from jax_kernels.quantization import QuantizedArray, checked_scale, scale_shape
 
 __all__ = ["check", "check_gated"]
 
+GATED_PRECISIONS = tuple(name for name in PRECISIONS if name != "fp8")
 
-def check(
-    *, x, w, group_sizes, bias=None, activation=None, gather_indices=None, transpose_w=False, out_dtype=None,
-    precision=None, implementation=None,
+
+def check(**arguments: Any) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:
+    """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents."""
+    return _check(PRECISIONS, **arguments)
+
+
+def _check(
+    precisions, *, x, w, group_sizes, bias=None, activation=None, gather_indices=None, transpose_w=False,
+    out_dtype=None, precision=None, implementation=None,
 ) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:  # fmt: skip
-    """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents.
+    """(request, arrays, options) of a call. precisions: the names that `precision` may have.
 
     In the arrays, x and w are rounded if precision is "bf16" or "fp16", and group_sizes is int32. A QuantizedArray w is
     taken apart into values and scales.
@@ -32,7 +40,7 @@ def check(
     w, w_scale = _taken_apart(w, transpose_w)
     x, w = _checked_operands(x, w, transpose_w, is_quantized=w_scale is not None)
     given, groups, columns = x.dtype, w.shape[0], w.shape[1 if transpose_w else 2]
-    precision = _checked_precision(precision, x.dtype, w.dtype)
+    precision = _checked_precision(precision, precisions, x.dtype, w.dtype)
     if precision == "fp8":
         fp8.check_device(dispatch.target_device(x), implementation)
     if precision in ROUNDED:
@@ -64,16 +72,13 @@ def check_gated(
     In the arrays, w is w_gate. options: the other arguments of grouped_gated_matmul, by name.
     """
     _refuse_quantized(w_gate=w_gate, w_up=w_up)
-    if options.get("precision") == "fp8":
-        raise ValueError(
-            "precision: got 'fp8', want 'fp32', 'tf32', 'bf16', 'fp16' or None; grouped_matmul takes 'fp8'"
-        )
     w_gate, w_up = checks.checked_array("w_gate", w_gate), checks.checked_array("w_up", w_up)
     if (w_up.shape, w_up.dtype) != (w_gate.shape, w_gate.dtype):
         got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
         raise ValueError(f"w_up: got {got}, want w_gate's dtype and shape: {want}")
     with told_as("w_gate"):
-        request, inputs, found = check(x=x, w=w_gate, group_sizes=group_sizes, activation=activation, **options)
+        arrays = {"x": x, "w": w_gate, "group_sizes": group_sizes}
+        request, inputs, found = _check(GATED_PRECISIONS, **arrays, activation=activation, **options)
     w_up = checks.converted(w_up, inputs.w.dtype) if w_up.dtype != inputs.w.dtype else w_up
     return dataclasses.replace(request, op="grouped_gated_matmul"), inputs._replace(w_up=w_up), found
 
@@ -120,19 +125,22 @@ def _checked_operands(x: Any, w: Any, transpose_w: bool, is_quantized: bool) -> 
     return x, w
 
 
-def _checked_precision(precision: str | None, dtype: Any, of_w: Any) -> str | None:
+def _checked_precision(precision: str | None, precisions: Sequence[str], dtype: Any, of_w: Any) -> str | None:
     """The precision of a call. Raises ValueError.
 
-    precision: the argument; None becomes "fp8" for 8-bit weights, and else "fp32" for float32. dtype: x's. of_w: w's.
+    precision: the argument, one of `precisions`; None becomes "fp8" for 8-bit weights, and else "fp32" for float32.
+    dtype: x's. of_w: w's.
     """
-    if precision not in PRECISIONS and precision is not None:
-        raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, PRECISIONS))} or None")
+    names = lambda found: ", ".join(map(repr, found))
+    if precision not in (None, *precisions):
+        raise ValueError(f"precision: got {precision!r}, want {names(precisions)} or None")
     if of_w in fp8.DTYPES:
         if precision not in (None, "fp8"):
             raise ValueError(f"precision: got {precision!r} with w of dtype {of_w}, want 'fp8' or None")
         return "fp8"
     if precision in ("fp32", "tf32") and dtype != jnp.float32:
-        raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want 'bf16', 'fp16', 'fp8' or None")
+        rest = [name for name in precisions if name not in ("fp32", "tf32")]
+        raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want {names(rest)} or None")
     return "fp32" if precision is None and dtype == jnp.float32 else precision
 
 

@@ -65,7 +65,7 @@ def gated_experts(
     inputs = ExpertsInputs(first=first, down=w_down)
     call = GATED.call(request, options, implementation)
     inputs = as_varying(inputs, varying_axes(inputs))
-    reason = "its first matmuls are tuned as grouped_gated_matmul"
+    reason = "a model's experts take the blocks of grouped_gated_matmul with these shapes: tune this call"
     moving = ("first", "down")
     return _planned(*GATED.tuned(call, request, _planned, inputs, implementation, reason=reason, moving=moving))
 
