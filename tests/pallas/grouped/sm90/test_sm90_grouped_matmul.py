@@ -45,8 +45,9 @@ def test_interpreted(cores, names):
     ("cores", "names"),
     [
         (1, ["small"]),
+        (3, ["tiny_scales"]),
         pytest.param(1, ["blocks"], marks=pytest.mark.slow),
-        pytest.param(3, ["overlapping", "past", "all_in_one", "edges", "tiny_scales"], marks=pytest.mark.slow),
+        pytest.param(3, ["overlapping", "past", "all_in_one", "edges"], marks=pytest.mark.slow),
     ],
 )
 def test_8_bits_interpreted(cores, names):
