@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_kernels import chunks, flash_attention
+from jax_kernels import chunks, explain, flash_attention
+from jax_kernels.dispatch import on_device
 from tests.support.cases import tiers
 from tests.tools import compile_case
 
@@ -42,3 +43,14 @@ def test_gradients_lower(columns, name):
         )
     assert "attention_backward_sm90" in lowered.as_text()
     assert max(split, default=1) == count
+
+
+def test_segments_and_a_bias_of_queries_go_to_triton():
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    query, value, ids = spec(2, 256, 4, 192), spec(2, 256, 4, 128), jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    with on_device("h200"):
+        plan = explain(flash_attention, query, query, value, bias=spec(2, 4, 256, 256), segment_ids=ids)
+        of_keys = explain(flash_attention, query, query, value, bias=spec(2, 1, 1, 256), segment_ids=ids)
+    assert plan.implementation == "triton"
+    assert "no room for segment_ids" in str(plan)
+    assert of_keys.implementation == "mosaic_gpu"
