@@ -208,7 +208,8 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
         return reason
     if request.dense_bits == 32 and max(request.head_dim, request.v_head_dim) > 128:
         return "above head_dim 128 it takes a bias for each query in 16 bits, not in float32"
-    if request.dense_bits == 16 and request.has_segment_ids and request.head_dim > 160 and request.v_head_dim <= 128:
+    is_192_128 = 160 < request.head_dim <= 192 and request.v_head_dim <= 128
+    if is_192_128 and request.has_segment_ids and bias is not None and bias[2] != 1:
         return "its shared memory has no room for segment_ids with a bias for each query at these head_dims"
     return unsupported.no_mosaic(request)
 
