@@ -249,8 +249,8 @@ class LoadedChain:
     kernels are unloaded some time after its deletion. A call that a CUDA graph captures keeps it loaded until the
     process ends. Raises DriverError if the CUDA driver reports an error.
 
-    by_jax: computes the outputs from the input tensors otherwise, if a launch runs out of memory. Without it, and while
-    a CUDA graph is being captured, such a call raises torch.OutOfMemoryError or DriverMemoryError.
+    by_jax: a function from the input tensors to the outputs, which is called if a launch runs out of memory. Without
+    it, and while a CUDA graph is being captured, such a launch raises torch.OutOfMemoryError or DriverMemoryError.
     """
 
     def __init__(

@@ -317,7 +317,7 @@ def _of_arrays(
 ) -> JaxFunction:
     """The function of a chain's inputs: of the Masks' arrays, then of the tensors that are not None.
 
-    If the arrays have no weak types, as from tensors, Masks compare the same values.
+    Arrays that come from tensors have no weak types. This changes no comparison of a Mask.
     """
     there = [x is not None for x in tensors]
     count = 0 if masks is None else len(masks.arrays)

@@ -151,7 +151,7 @@ def _in_chunks(
 
 
 def of_rows(inputs: GroupedInputs, part: slice) -> GroupedInputs:
-    """The call of some rows. A group has the rows of the slice that are in it, also if it has none."""
+    """The inputs of the call for the rows of `part`. Its group_sizes count each group's rows in `part`, which may be 0."""
     if part == slice(None):
         return inputs
     ends = jnp.clip(group_offsets(inputs.group_sizes, inputs.rows), part.start, part.stop)

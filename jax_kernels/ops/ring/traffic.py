@@ -24,9 +24,9 @@ _SENDS: dict[str, Callable[[int], float]] = {
 
 
 def pairs_of_devices(layout: Layout, strategy: str) -> tuple[float, ...]:
-    """For each device, the pairs of a query and a key that the layout's limits leave, for one head of all heads.
+    """For each device, the pairs of a query and a key that the layout's limits keep, divided by the number of heads.
 
-    With "all_to_all" a device has some heads of all tokens, else all heads of its own tokens.
+    With "all_to_all" a device has a part of the heads for all tokens, else all heads for its own tokens.
     """
     length = layout.devices * layout.length
 
