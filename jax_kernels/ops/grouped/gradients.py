@@ -151,7 +151,7 @@ def _in_chunks(
 
 
 def of_rows(inputs: GroupedInputs, part: slice) -> GroupedInputs:
-    """The inputs of the call for the rows of `part`. Its group_sizes count each group's rows in `part`, which may be 0."""
+    """The inputs of the call for the rows of `part`. group_sizes: each group's number of rows in `part`."""
     if part == slice(None):
         return inputs
     ends = jnp.clip(group_offsets(inputs.group_sizes, inputs.rows), part.start, part.stop)
