@@ -52,13 +52,14 @@ class GroupedOrder:
 class GroupedCall:
     """The facts of a grouped matmul that determine the row with its blocks.
 
-    rows: of x. groups: their number. bits: of x's dtype. is_aligned: whether all rows in memory begin at multiples of
-    16 bytes.
+    rows: of x. groups: their number. bits: of x's dtype. is_gated: whether there are two matmuls, with w and w_up.
+    is_aligned: whether all rows in memory begin at multiples of 16 bytes.
     """
 
     rows: int
     groups: int
     bits: int
+    is_gated: bool
     is_aligned: bool
 
 
@@ -69,8 +70,8 @@ class GroupedRow:
     implementation: the implementation's name. forward: the blocks of the matmul and of the gradient of x, a
     MatmulTriton or a GroupedSm90. weight_gradient: the blocks of the gradient of w, likewise: of the matmul of x's
     transpose [K, rows of a group] and the cotangent [rows of a group, N]. mean_rows: the largest mean number of rows of
-    a group; None matches any. bits: of x's dtype. is_aligned: the call's value in GroupedCall; None matches any.
-    measured_on: the GPU on which a call with these blocks was timed; None if on none.
+    a group; None matches any. bits: of x's dtype. is_gated, is_aligned: the call's values in GroupedCall; None
+    matches any. measured_on: the GPU on which a call with these blocks was timed; None if on none.
     """
 
     implementation: str
@@ -78,6 +79,7 @@ class GroupedRow:
     weight_gradient: Any
     mean_rows: int | None = None
     bits: int | None = None
+    is_gated: bool | None = None
     is_aligned: bool | None = None
     measured_on: TimedGpu | None = None
 
@@ -86,5 +88,6 @@ class GroupedRow:
         return (
             (self.mean_rows is None or call.rows <= self.mean_rows * call.groups)
             and self.bits in (None, call.bits)
+            and self.is_gated in (None, call.is_gated)
             and self.is_aligned in (None, call.is_aligned)
         )

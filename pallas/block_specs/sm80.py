@@ -239,6 +239,15 @@ GROUPED = (
         forward=MatmulTriton(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=4),
         weight_gradient=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4),
     ),
+    # With 128 rows and 8 warps a gated unit spills.
+    GroupedRow(
+        implementation="triton",
+        bits=16,
+        is_gated=True,
+        is_aligned=True,
+        forward=MatmulTriton(block_m=64, block_n=256, block_k=32, num_warps=4, num_stages=4),
+        weight_gradient=MatmulTriton(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=4),
+    ),
     GroupedRow(
         implementation="triton",
         bits=16,

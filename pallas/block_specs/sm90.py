@@ -153,7 +153,7 @@ MATMUL_LOW_BIT = (
     *SM80.matmul_low_bit,
 )
 
-FEW_GROUPED, _, *OTHER_GROUPED = SM80.grouped
+FEW_GROUPED, _, _, *OTHER_GROUPED = SM80.grouped
 # As in MATMUL_TRITON, wgmma leaves registers for twice sm_80's block_k. 32768 x 1280 x 2560 in 64 groups: 0.80 of the
 # speed of a dense matmul.
 WIDE_GROUPED = MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)

@@ -80,7 +80,8 @@ def check_gated(
         arrays = {"x": x, "w": w_gate, "group_sizes": group_sizes}
         request, inputs, found = _check(GATED_PRECISIONS, **arrays, activation=activation, **options)
     w_up = checks.converted(w_up, inputs.w.dtype) if w_up.dtype != inputs.w.dtype else w_up
-    return dataclasses.replace(request, op="grouped_gated_matmul"), inputs._replace(w_up=w_up), found
+    request = dataclasses.replace(request, op="grouped_gated_matmul", is_gated=True)
+    return request, inputs._replace(w_up=w_up), found
 
 
 def _refuse_quantized(**arrays: Any) -> None:

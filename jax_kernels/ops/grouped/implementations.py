@@ -32,7 +32,7 @@ class GroupedRequest(Request):
 
     source_rows: the rows of x, which are m rows, or from which m rows are gathered. gathers: whether they are gathered.
     dtype: x's. activation: a function, or None. precision: of float32 matmuls. scaling: "row" of an 8-bit matmul, else
-    None.
+    None. is_gated: whether there are two matmuls, with w and w_up.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ("groups", "m", "n", "k", "source_rows")
@@ -48,6 +48,7 @@ class GroupedRequest(Request):
     precision: str | None
     gathers: bool = False
     scaling: str | None = None
+    is_gated: bool = False
 
 
 def request_of(options: GroupedOptions, inputs: GroupedInputs, device: Any) -> GroupedRequest:
@@ -67,6 +68,7 @@ def request_of(options: GroupedOptions, inputs: GroupedInputs, device: Any) -> G
         precision=options.precision,
         gathers=inputs.gather is not None,
         scaling=options.scaling,
+        is_gated=inputs.is_gated,
     )
 
 
@@ -115,6 +117,7 @@ def _config(request: GroupedRequest, implementation: str) -> tuple[Blocks, str]:
         rows=request.m,
         groups=request.groups,
         bits=8 * itemsize,
+        is_gated=request.is_gated,
         is_aligned=all(columns * itemsize % 16 == 0 for columns in (request.n, request.k)),
     )
     capability = request.device.compute_capability
