@@ -95,11 +95,15 @@ def is_forced() -> bool:
     return _FORCED.value > 1
 
 
-def count_of(need: Need, device: DeviceInfo) -> int:
-    """The number of chunks of a call: 1 if it fits the limit."""
+def count_of(need: Need, device: DeviceInfo, is_of_all_devices: bool = False) -> int:
+    """The number of chunks of a call: 1 if it fits the limit.
+
+    is_of_all_devices: whether `need` is of all devices together, in a trace that XLA may partition. Then the limit of
+    one device does not split the call, but `forced` does.
+    """
     if need.most <= 1:
         return 1
-    limit = _limit(need, device)
+    limit = None if is_of_all_devices else _limit(need, device)
     wanted = 1 if limit is None else math.ceil(need.temporary / limit)
     count = min(max(wanted, _FORCED.value), need.most, _MOST)
     if count > 1:
@@ -175,13 +179,12 @@ def by_rows(
 
     op: its name. need: of the whole call. x: the call's array whose first axis is split; it is on the device. call:
     returns a tree of arrays with the rows of a slice. is_partitioned: whether the shapes of a trace are of all devices
-    together: then only an error splits the call. rows: the number of rows; None for x's.
+    together, as in count_of. rows: the number of rows; None for x's.
     """
     from jax_kernels.dispatch import target_device
 
     def run() -> Any:
-        is_whole = is_partitioned and isinstance(x, jax.core.Tracer)
-        count = 1 if is_whole else count_of(need, target_device(x))
+        count = count_of(need, target_device(x), is_partitioned and isinstance(x, jax.core.Tracer))
         if count == 1:
             return call(slice(None))
         parts = in_turn(call, slices(x.shape[0] if rows is None else rows, count))

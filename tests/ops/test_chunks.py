@@ -218,6 +218,28 @@ def test_a_limit_gives_chunks_and_the_plan_says_so():
         pass
 
 
+OF_ALL = {
+    **{name: (op, (ROWS, W, UP, DOWN)) for name, op in OF_ROWS.items()},
+    **{name: (op, (GROUPED_ROWS, GROUPS, GATE, EXPERTS_DOWN)) for name, op in OF_GROUPS.items()},
+    "attention": (flash_attention, (QUERY, KEY, VALUE)),
+    "dilated": (lambda *arrays: dilated_attention(*arrays, **PATTERNS["lse"]), OF_DILATED),
+}
+
+
+@pytest.mark.parametrize("name", OF_ALL)
+def test_programs_on_a_host_of_several_devices(monkeypatch, name):
+    """XLA may shard the arrays, so that a device's limit says nothing; after an error of memory they are split."""
+    monkeypatch.setattr(jax, "device_count", lambda *_: 2)
+    op, arrays = OF_ALL[name]
+    of = lambda *arrays: jax.vjp(op, *arrays)[0]
+    with memory_limit(500), chunks.forced(1) as split:
+        jax.eval_shape(of, *arrays)
+    assert not split
+    with chunks.forced(2) as split:
+        jax.eval_shape(of, *arrays)
+    assert max(split) == 2
+
+
 def test_the_devices_memory_is_the_limit():
     """The arrays take 8.6 GB, and float32 arrays of their size 17 GB more, too much for an RTX 4080."""
     query = jax.ShapeDtypeStruct((256, 1024, 64, 64), jnp.bfloat16)

@@ -154,10 +154,8 @@ def _sizes(inputs: AttentionInputs) -> str:
 
 
 def _count(need: Need, inputs: AttentionInputs) -> int:
-    # The shapes of a partitioned program are of all devices together.
-    if need.most == 1 or (is_partitioned() and isinstance(inputs.query, jax.core.Tracer)):
-        return 1
-    return chunks.count_of(need, dispatch.target_device(inputs.query))
+    is_of_all_devices = is_partitioned() and isinstance(inputs.query, jax.core.Tracer)
+    return chunks.count_of(need, dispatch.target_device(inputs.query), is_of_all_devices)
 
 
 def _joined(parts: Sequence[Any], pieces: Sequence[_Piece], axes: Sequence[str | None], shape: Any, dtype: Any) -> Any:

@@ -109,10 +109,9 @@ def need_of(
 
 
 def count_of(need: Need, arrays: Sequence[Any]) -> int:
-    """The number of chunks of a call. The shapes of a partitioned program are of all devices together: then 1."""
-    if need.most == 1 or (is_partitioned() and isinstance(arrays[0], jax.core.Tracer)):
-        return 1
-    return chunks.count_of(need, dispatch.target_device(arrays[0]))
+    """The number of chunks of a call. arrays: the first one tells the device."""
+    is_of_all_devices = is_partitioned() and isinstance(arrays[0], jax.core.Tracer)
+    return chunks.count_of(need, dispatch.target_device(arrays[0]), is_of_all_devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
