@@ -65,9 +65,10 @@ class MixtureOfExperts(nnx.Module):
       shared_experts: the number of experts that all tokens use, with weight 1. Together they are one GatedMLP of width
         shared_experts * mlp_dim.
       balance_bias: whether there is an expert_bias.
-      exchange: how devices along "expert" exchange tokens. "gather": each gets all of their tokens, and the results are
-        summed over them (reduce-scatter). "all_to_all": a token is sent to the devices of its experts, once for each
-        expert, which sends less if the devices are more than experts_per_token; not measured on GPUs.
+      exchange: how devices along "expert" exchange tokens. "gather": each gets all of their tokens, and sends its
+        share of the results in x's dtype; the sum is in float32. "all_to_all": a token is sent to the devices of its
+        experts, once for each expert, which sends less if the devices are more than experts_per_token. On GPUs it is
+        many times slower than "gather".
       implementation: of grouped_matmul. shared_implementation: of the shared experts, as in GatedMLP.
       kernel_init: of the experts' and the router's matrices; None for LeCun normal.
       dtype: of the computation, but for the router; None for the promoted dtype of x and the experts' parameters.
@@ -261,7 +262,7 @@ class MixtureOfExperts(nnx.Module):
         owned = up.shape[0]
         pairs = _Pairs.of(devices.local(experts, owned), owned)
         out = pairs.summed(self._experts(pairs.rows(tokens), pairs.sizes, kernels), weights)
-        return devices.summed(devices.scattered(out)).reshape(x.shape), routing
+        return devices.summed(devices.scattered(out, x.dtype)).reshape(x.shape), routing
 
     def _by_all_to_all(self, x: Any, weights: Any, experts: Any, kernels: Any, axis: str) -> jax.Array:
         """The weighted sum of the results of all devices' experts, float32 [N, model_dim], of a device's tokens.
@@ -363,9 +364,15 @@ class _Devices:
         """The rows of all devices that exchange tokens: [N * devices, ...] from y [N, ...]."""
         return lax.all_gather(y, self.exchanged, tiled=True) if self.exchanged else y
 
-    def scattered(self, out: jax.Array) -> jax.Array:
-        """The rows of the device's own tokens, from the rows of `gathered` tokens, summed over the same devices."""
-        return lax.psum_scatter(out, self.exchanged, tiled=True) if self.exchanged else out
+    def scattered(self, out: jax.Array, dtype: Any) -> jax.Array:
+        """The rows of the device's own tokens, from the rows of `gathered` tokens, summed over the same devices.
+
+        out: float32, as the result. Each device's share is sent in `dtype`; the sum is in float32.
+        """
+        if not self.exchanged:
+            return out
+        shares = lax.all_to_all(out.astype(dtype), self.exchanged, split_axis=0, concat_axis=0, tiled=True)
+        return shares.reshape(lax.axis_size(self.exchanged), -1, out.shape[1]).astype(jnp.float32).sum(0)
 
     def summed(self, out: jax.Array) -> jax.Array:
         """The sum over the devices that have the same tokens, and other experts or columns of mlp_dim."""

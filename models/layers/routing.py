@@ -1,6 +1,7 @@
 """The router of a mixture of experts: scores, the choice of experts, and the balance of their load."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-__all__ = ["ExpertBias", "RouterKernel", "Routing", "balanced", "loads", "route"]
+from jax_kernels.tracing.derivatives import in_both_modes
+
+__all__ = ["ExpertBias", "RouterKernel", "Routing", "balanced", "largest", "loads", "route"]
+
+_PASSES = 8  # the most experts of a token that are found one after the other
 
 
 class RouterKernel(nnx.Param):
@@ -75,12 +80,11 @@ def route(
 
     x: [N, model_dim]. kernel: [model_dim, num_experts]. bias: [num_experts] or None.
     """
-    x, kernel = (y.astype(jnp.float32) for y in (x, kernel))
-    logits = jnp.matmul(x, kernel, precision=lax.Precision.HIGHEST)
+    logits = _logits(None, x, kernel.astype(jnp.float32))
     found = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
     preferred = lax.stop_gradient(found)
     preferred = preferred if bias is None else preferred + lax.stop_gradient(bias)
-    experts = lax.top_k(preferred, count)[1]
+    experts = largest(preferred, count)
     weights = jnp.take_along_axis(found, experts, axis=-1)
     tiny = jnp.finfo(jnp.float32).tiny
     if renormalize:
@@ -88,6 +92,76 @@ def route(
     probability = found if scores == "softmax" else found / (found.sum(-1, keepdims=True) + tiny)
     load = loads(experts, kernel.shape[1])
     return scale * weights, experts, Routing(load=load, probability=probability.sum(0))
+
+
+def largest(scores: jax.Array, count: int) -> jax.Array:
+    """lax.top_k(scores, count)[1]: the indices of the largest scores, int32 [N, count], of float32 scores [N, E].
+
+    Of equal scores the one with the lower index comes first. NaN is above all others. A few indices are found by a
+    pass over the scores each, in less time than by a sort.
+    """
+    scores = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.nan, scores))  # neither has a sign
+    if count > _PASSES:
+        return lax.top_k(scores, count)[1]
+    # Integers in the order of the floats, NaN above infinity: the least integer is none of them, and marks found ones.
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    rest = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+    found: list[jax.Array] = []
+    for _ in range(count):
+        found.append(jnp.argmax(rest, axis=-1).astype(jnp.int32))
+        columns = lax.broadcasted_iota(jnp.int32, rest.shape, rest.ndim - 1)
+        rest = jnp.where(columns == found[-1][..., None], jnp.iinfo(jnp.int32).min, rest)
+    return jnp.stack(found, axis=-1)
+
+
+def _logits_of(_: None, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x @ kernel in float32, with the precision of float32, of a bfloat16 or other x [N, D] and a kernel [D, E]."""
+    if x.dtype != jnp.bfloat16:
+        return jnp.matmul(x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+    return _summed(_multiplied(x, _thirds(kernel)), kernel.shape[1])
+
+
+def _logits_forward(_: None, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    return _logits_of(None, x, kernel), (x, kernel)
+
+
+def _logits_backward(_: None, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
+    if x.dtype != jnp.bfloat16:
+        multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+        return multiply(cotangent, kernel.T).astype(x.dtype), multiply(x.astype(jnp.float32).T, cotangent)
+    experts = kernel.shape[1]
+    of_kernel, of_cotangent = _thirds(kernel), _thirds(cotangent)
+    # x's cotangent is rounded to 8 bits of mantissa: of the products of parts, three have a share in them.
+    high, middle = of_kernel[:, :experts], of_kernel[:, experts : 2 * experts]
+    left = jnp.concatenate([of_cotangent[:, : 2 * experts], of_cotangent[:, :experts]], axis=1)
+    dx = _multiplied(left, jnp.concatenate([high, high, middle], axis=1).T)
+    return dx.astype(x.dtype), _summed(_multiplied(x.T, of_cotangent), experts)
+
+
+_logits = in_both_modes(_logits_of, _logits_forward, _logits_backward)
+
+
+def _thirds(y: jax.Array) -> jax.Array:
+    """bfloat16 [N, 3 E] whose thirds add up to float32 y [N, E], but for its last bit: its leading bits come first.
+
+    A product of bfloat16 values is exact in float32, so that the matmul of a bfloat16 x and the thirds has the
+    precision of float32, in the time of three matmuls of 16 bits.
+    """
+    rounded = lambda y: lax.reduce_precision(y, exponent_bits=8, mantissa_bits=7)  # XLA would drop a pair of casts
+    high = rounded(y)
+    middle = rounded(y - high)
+    return jnp.concatenate([high, middle, y - high - middle], axis=1).astype(jnp.bfloat16)
+
+
+def _multiplied(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x @ y in float32, of bfloat16 matrices."""
+    return jnp.matmul(x, y, preferred_element_type=jnp.float32)
+
+
+def _summed(y: jax.Array, experts: int) -> jax.Array:
+    """The sum of y's thirds, [N, E] from [N, 3 E], the smallest first."""
+    return y[:, 2 * experts :] + y[:, experts : 2 * experts] + y[:, :experts]
 
 
 def loads(experts: jax.Array, count: int) -> jax.Array:

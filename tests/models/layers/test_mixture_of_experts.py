@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jax_kernels.models import GatedMLP, MixtureOfExperts
-from jax_kernels.models.layers.routing import Routing, route
+from jax_kernels.models.layers.routing import Routing, largest, route
 from jax_kernels.testing import rms_error
 from tests.support.oracles.experts import dense_experts
 
@@ -206,6 +206,43 @@ def test_weights_of_tiny_scores():
     assert weights.tolist() == [[0, 0]]
     assert experts.tolist() == [[0, 1]]
     assert np.isfinite(routing.balance_loss)
+
+
+def test_logits_of_16_bits_are_exact():
+    """The weights, and the gradients of a bfloat16 x and the float32 kernel, against float64."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((40, 256)), jnp.bfloat16)
+    kernel = jnp.asarray(rng.standard_normal((256, EXPERTS)) / 3, jnp.float32)
+    of_weights = jnp.asarray(rng.standard_normal((40, EXPERTS)), jnp.float32)
+    given = {"count": EXPERTS, "scores": "softmax", "renormalize": False, "scale": 1.0}
+    (weights, experts, _), vjp = jax.vjp(lambda x, kernel: route(x, kernel, None, **given), x, kernel)
+    zeros = np.zeros(experts.shape, jax.dtypes.float0)
+    of_routing = Routing(load=np.zeros(EXPERTS, jax.dtypes.float0), probability=jnp.zeros(EXPERTS))
+    dx, dkernel = vjp((of_weights, zeros, of_routing))
+    logits = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    assert (experts == np.argsort(-p, axis=1)).all()
+    dp = np.zeros_like(p)
+    np.put_along_axis(dp, np.asarray(experts), np.asarray(of_weights, np.float64), axis=1)
+    dlogits = p * (dp - (dp * p).sum(1, keepdims=True))
+    assert rms_error(weights, np.take_along_axis(p, np.asarray(experts), axis=1)) < 1e-6
+    assert rms_error(dkernel, np.asarray(x, np.float64).T @ dlogits) < 1e-6
+    want = dlogits @ np.asarray(kernel, np.float64).T
+    assert dx.dtype == jnp.bfloat16
+    assert rms_error(dx, want) < 1.05 * rms_error(jnp.asarray(want, jnp.bfloat16), want)
+    tangent = jax.jvp(lambda x: route(x, kernel, None, **given)[0], (x,), (jnp.ones_like(x),))[1]
+    assert np.isfinite(tangent).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 12])
+def test_the_largest_scores(count):
+    """As lax.top_k finds them: equal scores, infinities and NaN in the order of their indices, each index once."""
+    special = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf, jnp.nan, 1.0, 1.0, -1.0])
+    scores = jax.random.choice(jax.random.key(0), special, (400, 12))
+    scores = scores.at[0].set(-jnp.inf).at[1].set(0.0).at[2].set(jnp.nan)
+    want = jax.lax.top_k(jnp.where(scores == 0, 0.0, scores), count)[1]
+    np.testing.assert_array_equal(jax.jit(largest, static_argnums=1)(scores, count), want)
 
 
 ERRORS = {
