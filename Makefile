@@ -32,12 +32,14 @@ THIRD := tests $(foreach path,$(FIRST) $(SECOND) $(HOUSE),--ignore=$(path))
 
 WITHOUT_TRITON := tests/bridge tests/cli tests/ops tests/masks tests/models tests/pallas
 
-test: .venv/.dev lint docs
+test: .venv/.dev
+	$(MAKE) --jobs=2 --output-sync lint docs
 	$(PYTEST) -m "not slow" $(ARGS) $(FIRST)
 	$(PYTEST) -m "not slow" $(ARGS) $(SECOND)
 	$(PYTEST) -m "not slow" $(ARGS) $(THIRD)
 
-test-all: .venv/.dev lint docs
+test-all: .venv/.dev
+	$(MAKE) --jobs=2 --output-sync lint docs
 	$(PYTEST) $(ARGS) $(FIRST)
 	$(PYTEST) $(ARGS) $(SECOND)
 	$(PYTEST) $(ARGS) $(THIRD)

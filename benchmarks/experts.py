@@ -58,7 +58,7 @@ class Case:
         return f"{shape} on {self.devices}" if self.devices > 1 else shape
 
     def tflops(self, milliseconds: float) -> float:
-        """Of a GPU, for its nine matmuls: three forward, and two gradients of each."""
+        """The TFLOP/s of a GPU: of three matmuls, and two gradients of each."""
         return 9 * 2 * self.tokens * self.each * self.model_dim * self.mlp_dim / milliseconds / 1e9
 
     def module(self, exchange: str = "gather") -> MixtureOfExperts:

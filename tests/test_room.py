@@ -42,8 +42,8 @@ def test_clear_frees_maps_of_live_functions(empty):
 def test_clears_before_the_limit(empty):
     own = room.Room(most_maps=empty + 50, least_room=50, most_unseen=10, most_tests=1000)
     functions, most, cleared = [], 0, 0
-    for _ in range(12):
-        functions += compiled(10)
+    for _ in range(5):
+        functions += compiled(25)
         most = max(most, room.count_maps())
         cleared += own.after_test()
     assert cleared >= 3

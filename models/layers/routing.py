@@ -97,7 +97,7 @@ def route(
 def largest(scores: jax.Array, count: int) -> jax.Array:
     """lax.top_k(scores, count)[1]: the indices of the largest scores, int32 [N, count], of float32 scores [N, E].
 
-    Of equal scores the one with the lower index comes first. NaN is above all others. A few indices are found by a
+    Equal scores come in the order of their indices. NaN is above all others. A few indices are found by a
     pass over the scores each, in less time than by a sort.
     """
     scores = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.nan, scores))  # neither has a sign

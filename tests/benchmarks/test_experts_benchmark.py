@@ -1,0 +1,47 @@
+"""benchmarks/experts.py: its products, and its output."""
+
+import json
+
+import experts as benchmark
+import numpy as np
+import pytest
+
+from tests.support.processes import cpu_devices
+
+CASE = benchmark.Case(24, 16, 8, 4, 2)
+
+
+def test_flops_are_counted():
+    assert benchmark.Case(1000, 10, 100, 4, 2).tflops(1.0) == pytest.approx(9 * 2 * 2000 * 1000 / 1e9)
+
+
+def test_products_are_nine():
+    """Of three matmuls the results and both gradients, none of which is another one's."""
+    results = benchmark.products(CASE)(0)
+    arrays = [x for out, gradients in results for x in (out, *gradients)]
+    assert [x.shape for x in arrays[:3]] == [(48, 8), (48, 16), (4, 16, 8)]
+    assert [x.shape for x in arrays[6:]] == [(48, 16), (48, 8), (4, 8, 16)]
+    sums = [float(np.abs(np.asarray(x, np.float32)).sum()) for x in arrays]
+    assert min(sums) > 0
+    assert len({(x.shape, total) for x, total in zip(arrays, sums, strict=True)}) == len(sums)
+
+
+@pytest.mark.timeout(300)
+def test_runs(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
+    output = tmp_path / "experts.json"
+    words = "--shapes 24,16,8,4,2 --devices 1,2 --exchanges gather --timer host --rounds 2 --seconds 0.001"
+    assert benchmark.main([*words.split(), "--output", str(output)]) == 0
+    one, two = json.loads(output.read_text())["rows"]
+    assert {c["name"]: c["status"] for c in one["contenders"]} == {"block": "ok", "products": "ok"}
+    assert {c["name"]: c["status"] for c in two["contenders"]} == {"block": "unavailable", "gather": "unavailable"}
+
+
+@pytest.mark.slow
+def test_runs_on_two_devices(tmp_path):
+    output = tmp_path / "experts.json"
+    words = f"--shapes 24,16,8,4,2 --devices 2 --timer host --rounds 2 --seconds 0.001 --output {output}"
+    cpu_devices.done_by(benchmark.__file__, *words.split(), devices=2)
+    (row,) = json.loads(output.read_text())["rows"]
+    assert {c["name"]: c["status"] for c in row["contenders"]} == dict.fromkeys(("block", "gather", "all_to_all"), "ok")
+    assert set(row["efficiency"]) == {"gather", "all_to_all"}
