@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.processes.cpu_devices import QUICK_COMPILES
+from tests.support.processes.forked import QUICK_COMPILES
 
 # Before JAX starts. Without a GPU, a CUDA plugin that is installed (to compile for one) must not be tried.
 if shutil.which("nvidia-smi") is None:

@@ -12,7 +12,7 @@ import pytest
 import ring
 from harness import ring_cases, ring_model, workers
 
-from tests.support.processes import cpu_devices
+from tests.support.processes import forked
 
 ROOT = Path(__file__).parents[2]
 WORDS = "--local-tokens 16 --heads 2 --head-dim 8 --rounds 2 --seconds 0.001 --implementation xla"
@@ -20,7 +20,7 @@ WORDS = "--local-tokens 16 --heads 2 --head-dim 8 --rounds 2 --seconds 0.001 --i
 
 @pytest.mark.slow
 def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=2 {cpu_devices.QUICK_COMPILES}")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=2 {forked.QUICK_COMPILES}")
     output = tmp_path / "ring.json"
     words = f"--devices 1,2,4 --tokens 32 --processes 2 --long 64 {WORDS} --output {output}"
     done = run_script("ring.py", *words.split())

@@ -7,7 +7,7 @@ import pytest
 import train
 from harness.train_cases import TrainCase
 
-from tests.support.processes import cpu_devices
+from tests.support.processes import forked
 
 SMALL = "--batch 2 --seq-len 16 --layers 2 --width 16 --heads 2 --mlp 32 --vocabulary 64 --dtype float32 --steps 1"
 
@@ -20,7 +20,7 @@ def case(**changes):
 
 @pytest.mark.slow
 def test_runs_on_a_mesh_after_another_run(tmp_path, run_script, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=2 {cpu_devices.QUICK_COMPILES}")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=2 {forked.QUICK_COMPILES}")
     one, both = tmp_path / "one.json", tmp_path / "both.json"
     for words in (
         ["--contenders", "scan-xla-products", "--output", str(one)],

@@ -22,7 +22,7 @@ from jax_kernels.models.parallel.distributed import initialize_distributed, sche
 from jax_kernels.models.training.folder_lock import FolderLock
 from jax_kernels.models.training.remat import REMAT
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
-from tests.support.processes import cpu_devices
+from tests.support.processes import forked
 from tests.support.processes.ranks import free_port
 
 MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype float32 --save-every 2"
@@ -33,7 +33,7 @@ HEADS = "want a divisor of the width that gives heads of an even size, up to 256
 def start(*words, devices=4, command="train", script=MAIN):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {cpu_devices.QUICK_COMPILES}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {forked.QUICK_COMPILES}",
     }
     options = MODEL.split() if command == "train" else ()
     arguments = [sys.executable, "-c", script, command, *options, *map(str, words)]

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from jax_kernels import masks
 from tests.support.cases.masks import CASES, B, H, S, T
-from tests.support.processes import cpu_devices
+from tests.support.processes import forked
 
 IDS = np.array([[0, 0, 1, 1, -1]], np.int32)
 
@@ -109,7 +109,7 @@ def test_shard_map():
     """
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {cpu_devices.QUICK_COMPILES}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {forked.QUICK_COMPILES}",
     }
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env)

@@ -130,7 +130,7 @@ def _set_environment() -> None:
     sys.path[:0] = [str(ROOT)]
     if shutil.which("nvidia-smi") is None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        from tests.support.processes.cpu_devices import QUICK_COMPILES
+        from tests.support.processes.forked import QUICK_COMPILES
 
         os.environ.setdefault("XLA_FLAGS", QUICK_COMPILES)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

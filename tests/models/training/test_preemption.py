@@ -17,7 +17,7 @@ import pytest
 from jax_kernels.models import TokenBatches, Trainer, TransformerConfig, make_mesh
 from jax_kernels.models.parallel.distributed import initialize_distributed
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
-from tests.support.processes import cpu_devices
+from tests.support.processes import forked
 from tests.support.processes.ranks import free_port, printed_by
 
 CONFIG = TransformerConfig(vocab_size=16, model_dim=16, num_layers=1, num_heads=1, mlp_dim=16)
@@ -86,7 +86,7 @@ def test_other_threads_install_no_handler():
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_processes_end_after_the_same_step(tmp_path):
-    flags = f"--xla_force_host_platform_device_count=1 {cpu_devices.QUICK_COMPILES}"
+    flags = f"--xla_force_host_platform_device_count=1 {forked.QUICK_COMPILES}"
     command = [__file__, str(tmp_path / "run"), str(free_port())]
     told = printed_by([([*command, str(i)], {"XLA_FLAGS": flags}) for i in range(2)], code=STOPPED, limit=90)
     step, other = (int(out.splitlines()[-1]) for out in told)  # Gloo prints, too

@@ -24,7 +24,7 @@ from jax_kernels.models import (
     next_token_loss,
     read_text,
 )
-from tests.support.processes import cpu_devices
+from tests.support.processes import forked
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
 RUNS = Path(__file__).parent / "trainer_runs.py"
@@ -34,7 +34,7 @@ STEPS = 6
 def start(*words):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {cpu_devices.QUICK_COMPILES}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {forked.QUICK_COMPILES}",
     }
     command = [sys.executable, str(RUNS), *map(str, words)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -18,7 +18,7 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.reference import attention_chunks
 from jax_kernels.testing import ATTENTION_CASES, AttentionCase, attention_float64, attention_inputs, rms_error, why_not
 from tests.support.cases import tiers
-from tests.support.processes import cpu_devices
+from tests.support.processes import forked
 
 xla = functools.partial(flash_attention, implementation="xla")
 with_lse = functools.partial(xla, return_lse=True)
@@ -205,7 +205,7 @@ def run_on_four_devices(script):
     code = textwrap.dedent(head) + textwrap.dedent(script)
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {cpu_devices.QUICK_COMPILES}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {forked.QUICK_COMPILES}",
     }
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,18 +4,12 @@ import json
 import re
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from tests.support.processes import python
+from tests.support.processes import forked
 
-__all__ = ["QUICK_COMPILES", "collectives_of", "done_by", "lines_of", "results_of"]
-
-# XLA's flags with which it compiles for a CPU in half the time. Each fusion's emitter would load all dialects of MLIR,
-# and a program of a few loops would be split into 32 modules.
-QUICK_COMPILES = (
-    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-)
+__all__ = ["collectives_of", "done_by", "lines_of", "results_of"]
 
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
@@ -34,10 +28,15 @@ def lines_of(script: str, *arguments: str, **options: Any) -> list[str]:
 def done_by(
     script: str, *arguments: str, devices: int = 8, limit: int = 200, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The finished process of a script that ran with `devices` CPU devices and exited with 0. limit: seconds."""
-    flags = f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILES}"
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | environment
-    return python.done_by(script, *arguments, limit=limit, **environment)
+    """The finished process of a script that ran with `devices` CPU devices and exited with 0. limit: seconds.
+
+    environment: variables to add, as forked.run takes them.
+    """
+    flags = f"--xla_force_host_platform_device_count={devices} {forked.QUICK_COMPILES}"
+    modules = ("jax_kernels.models",) if "jax_kernels.models" in Path(script).read_text() else ()
+    done = forked.run(script, *arguments, env={"XLA_FLAGS": flags} | environment, timeout=limit, modules=modules)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
 
 
 def results_of(script: str, names: Sequence[str], *first: str, **options: Any) -> dict[str, Any]:

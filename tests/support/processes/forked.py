@@ -14,10 +14,15 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.processes.cpu_devices import QUICK_COMPILES
-
+# XLA's flags with which it compiles for a CPU in half the time. Each fusion's emitter would load all dialects of MLIR,
+# and a program of a few loops would be split into 32 modules.
+QUICK_COMPILES = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 _MODULES = (
     "jax", "jax.numpy", "jax.experimental.topologies", "jax.experimental.pallas.mosaic_gpu",
     "jax_kernels.pallas.triton.backend", "jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret", "numpy", "pytest",
@@ -29,15 +34,19 @@ _OF_THREAD = threading.local()
 ROOT = Path(__file__).parents[3]
 
 
-def run(script: str | Path, *words: str, env: dict[str, str | None], timeout: float) -> subprocess.CompletedProcess:
+def run(
+    script: str | Path, *words: str, env: dict[str, str | None], timeout: float, modules: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
     """Like subprocess.run of this Python, with its output as text.
 
     env: variables that differ from this process; None removes a variable. XLA reads them when it starts. JAX has read
-    its variables already: it runs on the CPU, without a compilation cache.
+    its variables already: it runs on the CPU, without a compilation cache. modules: to import before, once for all
+    scripts.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "stdout"), Path(folder, "stderr")
         request = {"argv": [str(script), *words], "env": env, "timeout": timeout, "outputs": [str(out), str(log)]}
+        request["modules"] = list(modules)
         server = _server()
         print(json.dumps(request), file=server.stdin, flush=True)
         answer = server.stdout.readline()
@@ -70,6 +79,8 @@ def _serve() -> None:
         importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
+        for name in request.pop("modules"):
+            importlib.import_module(name)
         child = os.fork()
         if child == 0:
             _become(**request)
@@ -92,7 +103,7 @@ def _become(argv: list[str], env: dict[str, str | None], outputs: list[str], tim
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, path in enumerate(outputs, 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-        sys.argv = argv  # sys.path[0] is this file's folder, where scripts find the shared modules
+        sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
         runpy.run_path(argv[0], run_name="__main__")
         status = 0
     except SystemExit as end:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from tests.support.processes.cpu_devices import QUICK_COMPILES
+from tests.support.processes.forked import QUICK_COMPILES
 from tests.support.processes.python import PATHS
 
 __all__ = ["free_port", "printed_by", "printed_by_ranks"]
