@@ -45,6 +45,10 @@ CASES = {
 }
 # Bytes that a kernel may spill. Reading a bias value by value would spill 25,000.
 MOST_SPILLS = 1500
+# The gradient of a bias judges an arithmetic mask by its positions: on sm_80 ptxas gives it 128 registers.
+SPILLED = {"lists_bias": 2800}
+# The row for 256 columns on an H200 has a kernel of its own for dvalue.
+APART = {"odd_lengths_256"}
 
 
 def _compile(gpu: str, options: dict) -> list[str]:
@@ -110,9 +114,10 @@ def test_features_in_triton(case):
     # directions, and its live blocks.
     of_mosaic = 5 if "mask" in options else 2
     expected = of_mosaic if "implementation" in options else 4 if "bias" in options else 3
+    expected += case in APART
     assert len(names) == len(kernels) == expected, (names, kernels)
     for name, figures in kernels.items():
-        assert figures["spill_stores"] + figures["spill_loads"] <= MOST_SPILLS, (name, figures)
+        assert figures["spill_stores"] + figures["spill_loads"] <= SPILLED.get(case, MOST_SPILLS), (name, figures)
 
 
 @pytest.mark.compile
