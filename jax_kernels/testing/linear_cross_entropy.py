@@ -14,7 +14,19 @@ from jax_kernels.testing import named_errors
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
 
-__all__ = ["CASES", "ERROR", "LONG", "QUICK", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
+__all__ = [
+    "CASES",
+    "ERROR",
+    "HOPPER",
+    "LONG",
+    "QUICK",
+    "TRITON",
+    "TYPICAL",
+    "Case",
+    "errors_by",
+    "errors_of",
+    "why_not",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +193,20 @@ TRITON = {name: case for name, case in CASES.items() if case.dtype != "float32"}
     "one_more": Case((3, 43), 65, 257, reduction="mean", z_loss=1e-3, transpose_w=True),
     "capped": Case((130,), 64, 384, dtype="float16", softcap=1.5, reduction="sum", label_smoothing=0.3),
 }
+# For the Hopper kernel: sizes next to its work tiles of 128 tokens and 192 entries of the vocabulary.
+HOPPER = {
+    "mean": Case((2, 37), 64, 200, reduction="mean", transpose_w=True),
+    "one_token": Case((1,), 64, 8, ignored=0, reduction="sum"),
+    "options": Case(
+        (131,), 128, 392, reduction="mean", weights="float32", label_smoothing=0.1, z_loss=1e-3, softcap=8.0, scale=3.0
+    ),
+    "each": Case((70,), 64, 384, weights="bfloat16", softcap=8.0, scale=3.0, transpose_w=True),
+    "float16": Case((9,), 64, 264, dtype="float16", reduction="sum", label_smoothing=0.2),
+    "float16_each": Case((9,), 64, 192, dtype="float16", weights="float32", transpose_w=True),
+    "wide_weights": Case((130,), 64, 136, w_dtype="float32", reduction="mean"),
+    "peaked": Case((23,), 64, 400, scale=30.0, reduction="mean", transpose_w=True),
+    "all_ignored": Case((6,), 64, 24, ignored=4, reduction="mean"),
+}
 # For a GPU: several chunks and tiles.
 LONG = {
     "many": Case((4, 1024), 1024, 50257, reduction="mean", transpose_w=True),
@@ -193,7 +219,7 @@ QUICK = ("plain", "mean", "sum", "softcap", "float16_mean", "float32")
 TYPICAL = {
     "linear_cross_entropy": TypicalCall(
         linear_cross_entropy,
-        implementations=("triton", "xla"),
+        implementations=("mosaic_gpu", "triton", "xla"),
         shapes=((LENGTH, 4096), (4096, 32768)),
         arguments={"targets": spec((LENGTH,), "int32")},
     ),
