@@ -1,4 +1,4 @@
-"""Choices of columns of a tile of registers, with the columns as constants of the instructions.
+"""A choice of columns of a tile of registers, with the columns as constants of the instructions.
 
 An array of column indices would take a register for every two values.
 """
@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.kernel_types import Index
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.layouts import PART, ROW, WGMMA
 
-__all__ = ["before", "picked"]
+__all__ = ["picked"]
 
 
 def picked(z: jax.Array, column: jax.Array) -> jax.Array:
@@ -51,38 +50,6 @@ def picked(z: jax.Array, column: jax.Array) -> jax.Array:
         return fragmented_array.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
 
     return pick(z, column)
-
-
-def before(z: jax.Array, count: Index, other: float) -> jax.Array:
-    """z in its first `count` columns, and `other` in the rest.
-
-    z: float32 [64, n] in the layout of wgmma's results. count: a traced int32 scalar, which may be above n or below 0.
-    """
-    if interpreter.INTERPRETED:
-        return jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < count, z, other)
-
-    of_type = plgpu.ShapeDtypeStruct(z.shape, jnp.float32, layout=WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.Layout.WG_SPLAT(())), return_type=of_type)
-    def keep(_, z, count):
-        import numpy as np
-        from jax.experimental.mosaic.gpu import fragmented_array, utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, vector
-
-        left = arith.subi(_flat(count)[0], _first_column())
-        filler = utils.c(other, ir.F32Type.get())
-        registers = np.empty(z.registers.shape, dtype=object)
-        for place, (nth, _, pair) in zip(np.ndindex(registers.shape), _pairs(z, 2), strict=True):
-            values = []
-            for i in range(2):
-                exists = arith.cmpi(arith.CmpIPredicate.sgt, left, _constant(nth * PART + i))
-                value = vector.extract(pair, dynamic_position=[], static_position=[i])
-                values.append(arith.select(exists, value, filler))
-            registers[place] = vector.from_elements(pair.type, values)
-        return fragmented_array.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
-
-    return keep(z, count)
 
 
 def _first_column() -> Any:

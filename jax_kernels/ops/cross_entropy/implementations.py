@@ -69,8 +69,8 @@ def _supports_mosaic(request: LossRequest) -> str | None:
         return reason
     if request.dtype == "float32":
         return "its wgmma instructions take bfloat16 and float16, not float32"
-    if request.depth % 64 or request.vocabulary % 8:
-        return "it needs D in multiples of 64 and V in multiples of 8"
+    if request.depth % 64 or request.vocabulary % 64:
+        return "it needs D and V in multiples of 64"
     least, most = SOFTCAPS
     if request.softcap is not None and not (request.dtype == "bfloat16" and least <= request.softcap <= most):
         return f"with a softcap it takes bfloat16 and a softcap from {least} to {most}, since it stores exponentials"

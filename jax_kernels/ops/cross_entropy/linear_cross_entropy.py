@@ -64,7 +64,7 @@ def linear_cross_entropy(
       ignore_index: the id of further targets that do not count. It may be V or more.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
         takes float32 x, and has derivatives in forward mode (jax.jvp) and second derivatives. "mosaic_gpu" runs on
-        Hopper; it takes D in multiples of 64, V in multiples of 8, and with bfloat16 a softcap from 4 to 40.
+        Hopper; it takes D and V in multiples of 64, and with bfloat16 a softcap from 4 to 40.
 
     Returns:
       float32 [...], or a scalar with reduction="mean" or "sum".

@@ -23,9 +23,10 @@ from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.matmul.sm90.accumulate import Sums, columns_of, plain_sums
 from jax_kernels.pallas.matmul.sm90.matmul import REGISTERS, load_tile, store_part
 from jax_kernels.pallas.matmul.sm90.state import BUFFERS, ROWS, Kernel, Smem, Traits, WorkTile
-from jax_kernels.pallas.mosaic.columns import before, picked
+from jax_kernels.pallas.mosaic.columns import picked
 from jax_kernels.pallas.mosaic.launch import launch
-from jax_kernels.pallas.mosaic.layouts import ROW
+from jax_kernels.pallas.mosaic.layouts import PART, ROW
+from jax_kernels.pallas.mosaic.registers import all_of_warp, reciprocal
 
 LEAST = float(jnp.finfo(jnp.float32).min)
 
@@ -72,8 +73,8 @@ def tile_statistics(
 ) -> TileStatistics:
     """The TileStatistics of the logits x @ w, capped.
 
-    x: [M, D], M a multiple of config.block_m. w: [D, V], or [V, D] with options.transpose_w, in x's dtype. D is a
-    multiple of 64, V of 8. targets: int32 [M]; a target that is not in the vocabulary is never chosen. core_count: the
+    x: [M, D], M a multiple of config.block_m. w: [D, V], or [V, D] with options.transpose_w, in x's dtype. D and V
+    are multiples of 64. targets: int32 [M]; a target that is not in the vocabulary is never chosen. core_count: the
     number of SMs. interpret: runs the kernel in JAX's interpreter.
     """
     of_matmul = MatmulOptions(transpose_w=options.transpose_w, out_dtype=str(x.dtype))
@@ -141,25 +142,29 @@ def _epilogue(kernel: LossKernel, wg: Index, tile: WorkTile, half: int, sums: Su
     """Stores the statistics of 64 rows of a work tile, and their exponentials part by part."""
     traits, results, columns = kernel.traits, kernel.results, kernel.traits.columns
     row, block = tile.row + traits.first_row(wg, half), lax.div(tile.column, jnp.int32(traits.block_n))
-    rows = pl.ds(row, ROWS)
+    rows, is_cut = pl.ds(row, ROWS), traits.n % traits.block_n != 0
     target = plgpu.load(kernel.targets.at[rows], layout=ROW, optimized=False) - tile.column
     parts = [_capped(kernel, columns_of(sums.product, i, columns)) for i in range(traits.block_n // columns)]
     wide = lambda y: lax.broadcast_in_dim(y, parts[0].shape, [0])
-    chosen = functools.reduce(jnp.add, [picked(z, target - i * columns) for i, z in enumerate(parts)])
+    pick = lambda: functools.reduce(jnp.add, [picked(z, target - i * columns) for i, z in enumerate(parts)])
+    is_elsewhere = (target < 0) | (target >= traits.block_n)
+    chosen = lax.cond(all_of_warp(is_elsewhere), lambda: jnp.zeros((ROWS, PART), jnp.float32), pick)
     results.chosen.at[block, rows][...] = chosen.sum(axis=1)
-    # Columns past the last entry of the vocabulary have logits of zero: w is read as zero there.
+    # A part past the last entry of the vocabulary has logits of zero: w is read as zero there.
     if results.summed is not None:
         results.summed.at[block, rows][...] = sum(z.sum(axis=1) for z in parts)
-    if traits.n % traits.block_n:
-        left = traits.n - tile.column
-        kept = lambda parts: [before(z, left - i * columns, LEAST) for i, z in enumerate(parts)]
-        parts = lax.cond(left < traits.block_n, kept, lambda parts: parts, parts)
-    largest = functools.reduce(jnp.maximum, [z.max(axis=1) for z in parts])
+
+    def of_part(i, y, other):
+        """y, or `other` for a part past the last entry. A work tile has one part of entries or more."""
+        is_past = lax.broadcast_in_dim(tile.column + i * columns >= traits.n, y.shape, [])
+        return jnp.where(is_past, other, y) if is_cut and i else y
+
+    largest = functools.reduce(jnp.maximum, [of_part(i, z.max(axis=1), LEAST) for i, z in enumerate(parts)])
     results.largest.at[block, rows][...] = largest
-    total = None
+    total = jnp.zeros_like(largest)
     for i, z in enumerate(parts):
         shares = jnp.exp(z - wide(largest))
-        total = shares.sum(axis=1) if total is None else total + shares.sum(axis=1)
+        total = total + of_part(i, shares.sum(axis=1), 0.0)
         if results.exponentials is not None:
             _store_exponentials(kernel, wg, i, shares, results.exponentials, row, tile.column + i * columns)
     results.total.at[block, rows][...] = total
@@ -185,4 +190,6 @@ def _store_exponentials(
 def _capped(kernel: LossKernel, z: jax.Array) -> jax.Array:
     """The logits softcap * tanh(z / softcap), by an exponential, since tanh.approx has an error of 2^-11."""
     cap = kernel.options.softcap
-    return z if cap is None else cap - (2 * cap) / (1.0 + jnp.exp(z * (2 / cap)))
+    if cap is None:
+        return z
+    return lax.optimization_barrier(cap - (2 * cap) * reciprocal(1.0 + jnp.exp(z * (2 / cap))))

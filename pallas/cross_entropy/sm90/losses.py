@@ -30,7 +30,7 @@ MOST_ROUNDED = 4
 def statistics(
     inputs: LossInputs, options: LossOptions, *, config: MatmulSm90, core_count: int, interpret: bool
 ) -> Statistics:
-    """The Statistics of each token, [M]. x: [M, D]. No axis is empty. D is a multiple of 64, V of 8."""
+    """The Statistics of each token, [M]. x: [M, D]. No axis is empty. D and V are multiples of 64."""
     tokens = inputs.x.shape[0]
     run = functools.partial(tile_statistics, config=config, core_count=core_count, interpret=interpret)
     padded = _padded(inputs, -tokens % config.block_m)
