@@ -187,12 +187,6 @@ CASES = {
     "peaked": Case((23,), 32, 41, scale=30.0, dtype="float32"),
     "one_entry": Case((5,), 8, 1, dtype="float32", reduction="mean"),
 }
-# Sizes next to the blocks of the Triton kernels.
-TRITON = {name: case for name, case in CASES.items() if case.dtype != "float32"} | {
-    "one_short": Case((127,), 63, 255, weights="float32", label_smoothing=0.1),
-    "one_more": Case((3, 43), 65, 257, reduction="mean", z_loss=1e-3, transpose_w=True),
-    "capped": Case((130,), 64, 384, dtype="float16", softcap=1.5, reduction="sum", label_smoothing=0.3),
-}
 # For the Hopper kernel: sizes next to its work tiles of 128 tokens and 192 entries of the vocabulary.
 HOPPER = {
     "mean": Case((2, 37), 64, 256, reduction="mean", transpose_w=True),
@@ -207,6 +201,13 @@ HOPPER = {
     "peaked": Case((23,), 64, 448, scale=30.0, reduction="mean", transpose_w=True),
     "all_ignored": Case((6,), 64, 128, ignored=4, reduction="mean"),
 }
+CASES |= {"aligned": HOPPER["each"], "aligned_mean": HOPPER["options"]}
+# Sizes next to the blocks of the Triton kernels.
+TRITON = {name: case for name, case in CASES.items() if case.dtype != "float32"} | {
+    "one_short": Case((127,), 63, 255, weights="float32", label_smoothing=0.1),
+    "one_more": Case((3, 43), 65, 257, reduction="mean", z_loss=1e-3, transpose_w=True),
+    "capped": Case((130,), 64, 384, dtype="float16", softcap=1.5, reduction="sum", label_smoothing=0.3),
+}
 # For a GPU: several chunks and tiles.
 LONG = {
     "many": Case((4, 1024), 1024, 50257, reduction="mean", transpose_w=True),
@@ -215,7 +216,7 @@ LONG = {
 }
 ERROR = "largest error"  # the kind of error, for a table
 # `jax-kernels check` runs these cases without --full.
-QUICK = ("plain", "mean", "sum", "softcap", "float16_mean", "float32")
+QUICK = ("plain", "mean", "sum", "softcap", "float16_mean", "float32", "aligned", "aligned_mean")
 TYPICAL = {
     "linear_cross_entropy": TypicalCall(
         linear_cross_entropy,

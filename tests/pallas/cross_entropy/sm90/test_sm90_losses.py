@@ -140,6 +140,24 @@ def test_plan():
     assert "not measured" in plan.source
 
 
+def _launches(function, *types):
+    with on_device("H200"):
+        return str(jax.make_jaxpr(function)(*types)).count("name=cross_entropy_sm90")
+
+
+def test_launches():
+    """A mean with gradients launches the matmul of the logits once, and losses of tokens twice; also under vmap."""
+    types = _types(m=64, n=256, k=128)
+    given = types["x"], types["w"], types["targets"]
+    loss = lambda reduction: lambda *y: linear_cross_entropy(*y, reduction=reduction, implementation="mosaic_gpu").sum()
+    assert _launches(loss("mean"), *given) == 1
+    assert _launches(jax.grad(loss("mean"), (0, 1)), *given) == 1
+    assert _launches(jax.grad(loss("none"), (0, 1)), *given) == 2
+    many = jax.ShapeDtypeStruct((3, *given[0].shape), given[0].dtype)
+    mapped = jax.vmap(jax.grad(loss("mean"), (0, 1)), (0, None, None))
+    assert _launches(mapped, many, *given[1:]) == 1
+
+
 COMPILED = {
     "plain": {"reduction": "mean", "transpose_w": True},
     "options": {"reduction": "sum", "softcap": 30.0, "label_smoothing": 0.1, "z_loss": 1e-4},
