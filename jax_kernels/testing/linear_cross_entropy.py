@@ -211,6 +211,7 @@ TRITON = {name: case for name, case in CASES.items() if case.dtype != "float32"}
 # For a GPU: several chunks and tiles.
 LONG = {
     "many": Case((4, 1024), 1024, 50257, reduction="mean", transpose_w=True),
+    "many_aligned": Case((2, 1024), 512, 50240, reduction="mean", transpose_w=True, weights="float32", z_loss=1e-4),
     "many_weighted": Case((1031,), 256, 151936, weights="float32", label_smoothing=0.1),
     "many_capped": Case((3001,), 256, 64000, reduction="sum", softcap=30.0, z_loss=1e-4),
 }
