@@ -32,7 +32,7 @@ from harness.timing import Contender, alternate
 from jax_kernels import linear_cross_entropy
 
 SHAPES = "8192,4096,128256;16384,2048,151936"
-IMPLEMENTATIONS = ("xla", "triton")
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", "triton")
 PEERS = {"chunked": "jax", "none": "jax", "jla": "jax", "liger": "torch", "cce": "torch"}
 MODULES = {"jla": "jla", "liger": "liger_kernel", "cce": "cut_cross_entropy"}
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}

@@ -48,7 +48,7 @@ def linear_cross_entropy(
       transpose_w: whether w is [V, D].
       softcap, label_smoothing, z_loss: as in jax_kernels.linear_cross_entropy.
       ignore_index: the id of further targets that do not count.
-      implementation: "triton" or "xla"; None picks the device's first that supports the call.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       float32 [...], or a scalar with reduction="mean" or "sum".

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-__all__ = ["Layout", "LossInputs", "LossOptions", "Statistics", "product"]
+__all__ = ["Layout", "LossGradients", "LossInputs", "LossOptions", "Statistics", "product"]
 
 
 def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -37,6 +37,17 @@ class Statistics(NamedTuple):
     lse: Float[Array, "..."]
     chosen: Float[Array, "..."]
     mean: Float[Array, "..."] | None
+
+
+class LossGradients(NamedTuple):
+    """The Statistics of a call, and the gradients of x and of rows.
+
+    Gradients have their arrays' dtypes, except that float16 becomes float32: they are still to be multiplied.
+    """
+
+    statistics: Statistics
+    dx: Float[Array, "... D"]
+    drows: Float[Array, "V D"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,19 @@ from jax_kernels.testing import named_errors
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
 
-__all__ = ["CASES", "ERROR", "LONG", "QUICK", "TRITON", "TYPICAL", "Case", "errors_by", "errors_of", "why_not"]
+__all__ = [
+    "CASES",
+    "ERROR",
+    "HOPPER",
+    "LONG",
+    "QUICK",
+    "TRITON",
+    "TYPICAL",
+    "Case",
+    "errors_by",
+    "errors_of",
+    "why_not",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +187,21 @@ CASES = {
     "peaked": Case((23,), 32, 41, scale=30.0, dtype="float32"),
     "one_entry": Case((5,), 8, 1, dtype="float32", reduction="mean"),
 }
+# For the Hopper kernel: sizes next to its work tiles of 128 tokens and 192 entries of the vocabulary.
+HOPPER = {
+    "mean": Case((2, 37), 64, 256, reduction="mean", transpose_w=True),
+    "one_token": Case((1,), 64, 64, ignored=0, reduction="sum"),
+    "options": Case(
+        (131,), 128, 448, reduction="mean", weights="float32", label_smoothing=0.1, z_loss=1e-3, softcap=8.0, scale=3.0
+    ),
+    "each": Case((70,), 64, 384, weights="bfloat16", softcap=8.0, scale=3.0, transpose_w=True),
+    "float16": Case((9,), 64, 320, dtype="float16", reduction="sum", label_smoothing=0.2),
+    "float16_each": Case((9,), 64, 192, dtype="float16", weights="float32", transpose_w=True),
+    "wide_weights": Case((130,), 64, 192, w_dtype="float32", reduction="mean"),
+    "peaked": Case((23,), 64, 448, scale=30.0, reduction="mean", transpose_w=True),
+    "all_ignored": Case((6,), 64, 128, ignored=4, reduction="mean"),
+}
+CASES |= {"aligned": HOPPER["each"], "aligned_mean": HOPPER["options"]}
 # Sizes next to the blocks of the Triton kernels.
 TRITON = {name: case for name, case in CASES.items() if case.dtype != "float32"} | {
     "one_short": Case((127,), 63, 255, weights="float32", label_smoothing=0.1),
@@ -184,16 +211,17 @@ TRITON = {name: case for name, case in CASES.items() if case.dtype != "float32"}
 # For a GPU: several chunks and tiles.
 LONG = {
     "many": Case((4, 1024), 1024, 50257, reduction="mean", transpose_w=True),
+    "many_aligned": Case((2, 1024), 512, 50240, reduction="mean", transpose_w=True, weights="float32", z_loss=1e-4),
     "many_weighted": Case((1031,), 256, 151936, weights="float32", label_smoothing=0.1),
     "many_capped": Case((3001,), 256, 64000, reduction="sum", softcap=30.0, z_loss=1e-4),
 }
 ERROR = "largest error"  # the kind of error, for a table
 # `jax-kernels check` runs these cases without --full.
-QUICK = ("plain", "mean", "sum", "softcap", "float16_mean", "float32")
+QUICK = ("plain", "mean", "sum", "softcap", "float16_mean", "float32", "aligned", "aligned_mean")
 TYPICAL = {
     "linear_cross_entropy": TypicalCall(
         linear_cross_entropy,
-        implementations=("triton", "xla"),
+        implementations=("mosaic_gpu", "triton", "xla"),
         shapes=((LENGTH, 4096), (4096, 32768)),
         arguments={"targets": spec((LENGTH,), "int32")},
     ),

@@ -114,7 +114,8 @@ def _planned(
 ) -> PlannedCall:
     """The planned call: on one device by the op's implementation, on a mesh and with a chunk by the loops of "xla"."""
     if chunk is None and _is_one_device() and x.dtype in DTYPES and w.dtype in DTYPES:
-        call = OP.call(request_of(x, w, reduction, transpose_w=options.transpose_w), options, None)
+        request = request_of(x, w, reduction, transpose_w=options.transpose_w, softcap=options.softcap)
+        call = OP.call(request, options, None)
         if call.implementation != "xla":
             return call
     vocabulary = w.shape[0 if options.transpose_w else 1]

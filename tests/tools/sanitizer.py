@@ -181,15 +181,15 @@ def _grouped_gated(implementation: str) -> Call:
     return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, 320), _shape(4, 128, 320)))
 
 
-def _cross_entropy(implementation: str, reduction: str) -> Call:
+def _cross_entropy(implementation: str, reduction: str, depth: int = 72, vocabulary: int = 333) -> Call:
     """Tokens and a vocabulary that fill no block; ignored tokens."""
 
     def loss(x: Any, w: Any) -> Any:
-        targets = jnp.arange(200, dtype=jnp.int32) * 7 % 333 - 1
+        targets = jnp.arange(200, dtype=jnp.int32) * 7 % vocabulary - 1
         given = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3}
         return jk.linear_cross_entropy(x, w, targets, **given, implementation=implementation)
 
-    return Call(function=loss, shapes=(_shape(200, 72), _shape(72, 333)))
+    return Call(function=loss, shapes=(_shape(200, depth), _shape(depth, vocabulary)))
 
 
 def _gated(implementation: str, **options: Any) -> Call:
@@ -293,6 +293,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "hopper layer_norm 5 x 1024": lambda: _norm("layer_norm", HOPPER, 5, 1024),
     "hopper layer_norm 700 x 2048": lambda: _norm("layer_norm", HOPPER, 700, 2048),
     "hopper layer_norm 9 x 16384": lambda: _norm("layer_norm", HOPPER, 9, 16384),
+    "hopper cross entropy": lambda: _cross_entropy(HOPPER, "none", 64, 320),
+    "hopper cross entropy mean": lambda: _cross_entropy(HOPPER, "mean", 64, 320),
     "mma.sync causal 128": _attention_sm80,
     "triton causal 64": lambda: _attention(TRITON, 64, is_causal=True, lengths=(333, 333)),
     "triton 128": lambda: _attention(TRITON, 128, window=(60, 20), softcap=5.0),

@@ -45,11 +45,11 @@ def check(
     x, w = _checked_operands(x, w, transpose_w)
     targets = _checked_targets(targets, x.shape[:-1], w.shape[0 if transpose_w else 1], ignore_index)
     weights = None if weights is None else _checked_weights(weights, x.shape[:-1])
-    request = request_of(x, w, reduction, transpose_w=transpose_w)
+    request = request_of(x, w, reduction, transpose_w=transpose_w, softcap=options.softcap)
     return request, CheckedLoss(x=x, w=w, targets=targets, weights=weights), options
 
 
-def request_of(x: Any, w: Any, reduction: str, *, transpose_w: bool) -> LossRequest:
+def request_of(x: Any, w: Any, reduction: str, *, transpose_w: bool, softcap: float | None) -> LossRequest:
     """The request of a call with these checked arguments."""
     depth, vocabulary = w.shape[::-1] if transpose_w else w.shape
     return LossRequest(
@@ -61,6 +61,7 @@ def request_of(x: Any, w: Any, reduction: str, *, transpose_w: bool) -> LossRequ
         dtype=str(x.dtype),
         w_dtype=str(w.dtype),
         reduction=reduction,
+        softcap=softcap,
     )
 
 

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from jax_kernels.inputs.linear_cross_entropy import LossInputs, Statistics
-from jax_kernels.ops.cross_entropy.implementations import IMPLEMENTATIONS
-from jax_kernels.ops.cross_entropy.partitioning import shared_gradients, shared_statistics
+from jax_kernels.inputs.linear_cross_entropy import LossGradients, LossInputs, Statistics
+from jax_kernels.ops.cross_entropy.implementations import IMPLEMENTATIONS, WITH_GRADIENTS
+from jax_kernels.ops.cross_entropy.partitioning import (
+    shared_gradients,
+    shared_losses_and_gradients,
+    shared_statistics,
+)
 from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall
 from jax_kernels.reference import linear_cross_entropy as reference
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
@@ -132,6 +136,28 @@ def _backward_of(call: PlannedCall) -> Callable[..., tuple[jax.Array, jax.Array]
     return sequential_vmap(shared_gradients(functools.partial(_run, call, "backward")))
 
 
+@functools.lru_cache(maxsize=MOST_CALLS)
+def _both_of(call: PlannedCall) -> Callable[[LossInputs, jax.Array], LossGradients]:
+    """A function of (LossInputs, cotangent), the LossGradients by the call's kernels."""
+
+    def run(inputs: LossInputs, cotangent: jax.Array) -> LossGradients:
+        function = WITH_GRADIENTS[call.implementation]
+        return function(inputs, call.options, cotangent, config=call.config, interpret=call.interpret)
+
+    return sequential_vmap(shared_losses_and_gradients(run))
+
+
+def _both(call: PlannedCall, inputs: LossInputs, cotangent: jax.Array) -> LossGradients:
+    """The LossGradients by the call's kernels. cotangent: of the losses."""
+    if call.implementation in WITH_GRADIENTS:
+        cotangent, scale = reference.in_range(inputs, reference.counted(inputs, cotangent))
+        both = _both_of(call)(inputs, cotangent)
+        return both if scale is None else both._replace(dx=both.dx * scale, drows=both.drows * scale)
+    found = _statistics(call, inputs)
+    dx, drows = _gradients(call, inputs, found.lse, cotangent)
+    return LossGradients(statistics=found, dx=dx, drows=drows)
+
+
 def _losses_of(call: PlannedCall, inputs: LossInputs, found: Statistics) -> jax.Array:
     return reference.losses_of(found, inputs.targets, call.options, inputs.rows.shape[0])
 
@@ -173,9 +199,8 @@ def _sum_forward(call, *arrays):
 @under_defaults
 def _kernels_sum_forward(call, x, w, targets, factors):
     inputs = _inputs(call, x, w, targets)
-    found = _statistics(call, inputs)
+    found, dx, drows = _both(call, inputs, factors)
     losses = _losses_of(call, inputs, found)
-    dx, drows = _gradients(call, inputs, found.lse, factors)
     if x.dtype != jnp.float16:  # in float16 a later cotangent may bring the gradient into range
         dx = dx.astype(x.dtype)
     return (losses * factors).sum(), (dx, drows, losses, x, w)

@@ -45,13 +45,13 @@ def linear_cross_entropy(
 
     With reduction="none" the backward computes the logits again, chunk by chunk of the vocabulary: four matmuls. With
     "mean" or "sum" a differentiated call computes the gradients in the forward, tile by tile of the tokens: three
-    matmuls. It keeps both gradients for the backward, and while it runs, w's gradient in float32. The Triton kernels
-    have four matmuls with each reduction.
+    matmuls. It keeps both gradients for the backward. While it runs, "xla" has w's gradient in float32; "mosaic_gpu"
+    adds up to four parts of it in w's dtype, and more parts in float32. The Triton kernels have four matmuls with each
+    reduction.
 
     Args:
       x: [..., D], bfloat16, float16 or float32. Products of float32 arrays are exact.
-      w: [D, V], or [V, D] with transpose_w, bfloat16, float16 or float32; rounded to x's dtype for the matmuls. Its
-        gradient is summed in float32.
+      w: [D, V], or [V, D] with transpose_w, bfloat16, float16 or float32; rounded to x's dtype for the matmuls.
       targets: integers [...]: the ids, below V. Tokens with a target below 0, such as -1 or -100, do not count: their
         loss is 0, and so are their gradients.
       weights: [...], the factor of each token's loss, bfloat16, float16 or float32; None is 1. They have a gradient.
@@ -62,8 +62,9 @@ def linear_cross_entropy(
       label_smoothing: from 0 to 1, the share of the target's probability that all ids have in equal parts.
       z_loss: the factor of lse**2, which keeps the logits from drifting.
       ignore_index: the id of further targets that do not count. It may be V or more.
-      implementation: "triton" or "xla"; None picks the device's first that supports the call. Only "xla" takes float32
-        x, and has derivatives in forward mode (jax.jvp) and second derivatives.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
+        takes float32 x, and has derivatives in forward mode (jax.jvp) and second derivatives. "mosaic_gpu" runs on
+        Hopper; it takes D and V in multiples of 64, and with bfloat16 a softcap from 4 to 40.
 
     Returns:
       float32 [...], or a scalar with reduction="mean" or "sum".

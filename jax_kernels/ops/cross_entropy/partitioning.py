@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import jax
 
-from jax_kernels.inputs.linear_cross_entropy import LossInputs, Statistics
+from jax_kernels.inputs.linear_cross_entropy import LossGradients, LossInputs, Statistics
 from jax_kernels.ops.sharding.partitioning import Axis, Shares, is_partitioned, partitioned
 
-__all__ = ["shared_gradients", "shared_statistics"]
+__all__ = ["shared_gradients", "shared_losses_and_gradients", "shared_statistics"]
 
 TOKENS = Axis("tokens")
 OF_INPUTS = [(TOKENS, None), (None, None), (TOKENS,)]
@@ -40,5 +40,24 @@ def shared_gradients(
             lengths={TOKENS.name: inputs.x.shape[0]},
         )
         return partitioned(function, shares)(inputs, lse, cotangent)
+
+    return run
+
+
+def shared_losses_and_gradients(
+    function: Callable[[LossInputs, jax.Array], LossGradients],
+) -> Callable[[LossInputs, jax.Array], LossGradients]:
+    """Returns the kernel's function of (inputs, cotangent). Devices add their gradients of the weights."""
+
+    def run(inputs: LossInputs, cotangent: jax.Array) -> LossGradients:
+        if not is_partitioned():
+            return function(inputs, cotangent)
+        of_statistics = lambda found: [(TOKENS,)] * len(jax.tree.leaves(found.statistics))
+        shares = Shares(
+            arguments=[*OF_INPUTS, (TOKENS,)],
+            results=lambda found: [*of_statistics(found), (TOKENS, None), (None, None)],
+            lengths={TOKENS.name: inputs.x.shape[0]},
+        )
+        return partitioned(function, shares)(inputs, cotangent)
 
     return run

@@ -111,7 +111,7 @@ def _kernel(kernel: Kernel) -> None:
     @pl.when(wg == compute_wgs)
     def _memory():
         plgpu.set_max_registers(of_memory, action="decrease")
-        tiles = kernel.for_each_tile(functools.partial(_load_tile, kernel))
+        tiles = kernel.for_each_tile(functools.partial(load_tile, kernel))
         if kernel.traits.cluster > 1:
             _wait_for_readers(kernel, tiles)
 
@@ -122,7 +122,7 @@ def _kernel(kernel: Kernel) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load_tile(kernel: Kernel, tile: WorkTile, nth: Index) -> None:
+def load_tile(kernel: Kernel, tile: WorkTile, nth: Index) -> None:
     """Loads a work tile's blocks of x and w, step by step, then the operands of its epilogue, as stages become free.
 
     nth: the number of work tiles that the CTA took before.
@@ -246,7 +246,7 @@ def _epilogue(kernel: Kernel, wg: Index, tile: WorkTile, half: int, sums: Sums, 
             bias = None if sums.bias is None else sums.bias[part]
             for i, (name, y) in enumerate(_results_of_part(kernel, z, up, bias, epilogue_input, place)):
                 buffer = buffers.at[(part * len(traits.results) + i) % BUFFERS]
-                _store_part(buffer, y, getattr(results, name).at[place])
+                store_part(buffer, y, getattr(results, name).at[place])
 
 
 def _results_of_part(
@@ -286,7 +286,7 @@ def _results_of_part(
             yield "up", up
 
 
-def _store_part(smem: Ref, x: jax.Array, gmem: Ref) -> None:
+def store_part(smem: Ref, x: jax.Array, gmem: Ref) -> None:
     """Rounds values to the buffer's dtype, and starts to copy them to device memory.
 
     smem: the buffer, which the last store did not use. gmem: the part's ref in device memory.

@@ -1,0 +1,1 @@
+"""Small kernels of linear_cross_entropy that run between matmuls."""

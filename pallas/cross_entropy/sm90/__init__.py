@@ -1,0 +1,1 @@
+"""Hopper kernels of linear_cross_entropy."""
