@@ -18,6 +18,7 @@ from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, Gro
 from jax_kernels.ops.grouped import gradients
 from jax_kernels.ops.matmul.fp8 import DTYPES
 from jax_kernels.ops.matmul.gradients import ScaledCotangents, epilogue_gradients
+from jax_kernels.ops.matmul.quantized_rows import quantized_rows
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
 from jax_kernels.reference import grouped_matmul as reference
@@ -47,17 +48,17 @@ def _run(call: PlannedCall, inputs: GroupedInputs, *, saves: bool) -> GroupedRes
     saves: whether the result has the preactivation.
     """
     options = dataclasses.replace(call.options, transpose_w=True, saves_preactivation=saves)
-    x, w = quantize(inputs.x, scaling="row"), _weights(inputs, call.options)
+    x, w = quantized_rows(call, inputs.x), _weights(call, inputs)
     quantized = inputs._replace(x=x.values, x_scale=x.scale, w=w.values, w_scale=w.scale)
     return gradients.forward_of(dataclasses.replace(call, options=options))(quantized)
 
 
-def _weights(inputs: GroupedInputs, options: GroupedOptions) -> QuantizedArray:
+def _weights(call: PlannedCall, inputs: GroupedInputs) -> QuantizedArray:
     """The weights as a QuantizedArray [G, N, K], with a scale for each column of w. 8-bit weights keep their values."""
-    w = inputs.w if options.transpose_w else inputs.w.mT
+    w = inputs.w if call.options.transpose_w else inputs.w.mT
     if inputs.w_scale is not None:
         return QuantizedArray(values=w, scale=inputs.w_scale, scaling="row")
-    return quantize(w, scaling="row")
+    return quantized_rows(call, w) if call.options.transpose_w else quantize(w, scaling="row")
 
 
 @under_defaults
@@ -79,15 +80,17 @@ def _backward(call, residuals, dout):
     dbias = None
     if inputs.bias is not None:
         dbias = reference.sum_of_rows(dz, inputs.group_sizes).astype(inputs.bias.dtype)
-    dx, dw = _input_gradient(call, inputs, dz), _weight_gradient(call, inputs, dz, dout.dtype)
+    dx = _input_gradient(call, inputs, dz.astype(dout.dtype))
+    dw = _weight_gradient(call, inputs, dz, dout.dtype)
     return (GroupedInputs(x=dx, w=dw, group_sizes=None, bias=dbias),)  # type: ignore[arg-type]
 
 
 def _input_gradient(call: PlannedCall, inputs: GroupedInputs, dz: jax.Array) -> jax.Array:
     """The gradient of x, in x's shape and dtype: an 8-bit matmul of dz [M, N], in e5m2, and each group's w, in e4m3."""
     options = GroupedOptions(out_dtype=str(inputs.x.dtype), transpose_w=True, scaling=call.options.scaling)
-    of_rows = quantize(dz, "e5m2", scaling="row")
-    w = quantize(inputs.w.mT if call.options.transpose_w else inputs.w, scaling="row")
+    of_rows = quantized_rows(call, dz, "e5m2")
+    is_turned = call.options.transpose_w
+    w = quantize(inputs.w.mT, scaling="row") if is_turned else quantized_rows(call, inputs.w)
     given = GroupedInputs(
         x=of_rows.values, w=w.values, group_sizes=inputs.group_sizes, x_scale=of_rows.scale, w_scale=w.scale
     )
@@ -116,7 +119,7 @@ def _straight_through(call: PlannedCall, inputs: GroupedInputs) -> jax.Array:
     """
     through = lambda x, of: dequantize(of) + (x.astype(jnp.float32) - lax.stop_gradient(x.astype(jnp.float32)))
     fixed = jax.tree.map(lax.stop_gradient, inputs)
-    of_w = _weights(fixed, call.options)
+    of_w = _weights(call, fixed)
     w = dequantize(of_w) if inputs.w_scale is not None else inputs.w if call.options.transpose_w else inputs.w.mT
     options = dataclasses.replace(call.options, transpose_w=True, scaling=None, precision="fp32")
     given = inputs._replace(x=through(inputs.x, quantize(fixed.x, scaling="row")), w=through(w, of_w), w_scale=None)

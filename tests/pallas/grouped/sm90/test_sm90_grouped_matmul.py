@@ -168,7 +168,10 @@ def test_limits(name):
 
 
 def test_plan_of_8_bits():
-    """The Hopper kernel runs both 8-bit matmuls of a gradient. Quantized weights are not transposed."""
+    """The Hopper kernel runs both 8-bit matmuls of a gradient. One kernel quantizes x.
+
+    Quantized weights are not transposed.
+    """
     types = _types(m=4096, precision="fp8")
     with on_device("H200"):
         plan = explain(grouped_matmul, **types)
@@ -187,6 +190,7 @@ def test_plan_of_8_bits():
     assert program.count("grouped_matmul_sm90") == 2 * served.count("grouped_matmul_sm90") > 0
     assert "grouped_weight_gradient_sm90" in program
     assert "transpose[" not in served
+    assert "matmul_quantize_rows_triton" in served
 
 
 def test_plan():
@@ -225,7 +229,9 @@ def test_compiled(name):
     """
     printed, mosaic, _ = compile_case.compile_script(__file__, json.dumps(COMPILED[name]))
     is_odd = name == "odd_rows"
-    assert json.loads(printed) == ["grouped_weight_gradient_triton"] * is_odd
+    passes = {"fp8": 3, "fp8_plain": 3}.get(name, 0)  # of the rows of x, of the cotangent, and of w one way
+    want = ["matmul_quantize_rows_triton"] * passes + ["grouped_weight_gradient_triton"] * is_odd
+    assert sorted(json.loads(printed)) == sorted(want)
     kernels = ["grouped_matmul_sm90", "grouped_weight_gradient_sm90"][: 1 if is_odd else 2]
     assert sorted(mosaic) == [f"{kernel}_mosaic_gpu_kernel" for kernel in kernels]
     for figures in mosaic.values():
