@@ -10,7 +10,8 @@ library's calls, without peers. --gated times grouped_gated_matmul with silu, an
 library, with silu by XLA. Torch and dense are then two matmuls each. --gather reads the
 rows from an x of a fourth of the rows, by index, without peers; "copy" gathers them by XLA for the planned kernels.
 --precision fp8 adds this library's 8-bit calls, judged against XLA's 8-bit results, in the same run: "fp8 NAME", which
-quantizes x and w, and "fp8 NAME, w quantized", whose weights [G, N, K] were quantized before, forward only.
+quantizes x and the weights, and "fp8 NAME, w quantized", whose weights [G, N, K] were quantized before, forward only.
+It works with --gated too.
 
 --sweep times other blocks, forward and gradient of the weights: of the Triton kernels as
 "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as "num_stages=3"; of the
@@ -153,13 +154,15 @@ def in_8_bits(
     case: Case, sets: list[dict[str, Any]], implementation: str, *, quantizes_w: bool
 ) -> Callable[[int], Any]:
     """The 8-bit call. quantizes_w: whether the call quantizes the weights; else they were quantized before."""
-    op = functools.partial(grouped_matmul, precision="fp8", implementation=implementation)
+    op = grouped_gated_matmul if case.is_gated else grouped_matmul
+    op = functools.partial(op, precision="fp8", implementation=implementation)
     if case.has_epilogue:
         op = functools.partial(op, activation="silu")
     if quantizes_w:
         return compiled(case, sets, op)
     weights = jax.jit(lambda w: quantize(w.mT, scaling="row"))
-    given = [arrays | {"w": jax.block_until_ready(weights(arrays["w"]))} for arrays in sets]
+    quantized = lambda arrays: {name: jax.block_until_ready(weights(arrays[name])) for name in case.weights}
+    given = [arrays | quantized(arrays) for arrays in sets]
     return compiled(case, given, functools.partial(op, transpose_w=True))
 
 
@@ -325,8 +328,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.gated and args.epilogue:
         parser.error("--epilogue: got --gated too, want one of them: a gated unit has no bias")
-    if args.precision and (args.gated or args.gather or args.sweep):
-        parser.error("--precision: got --gated, --gather or --sweep too, want none of them")
+    if args.precision and (args.gather or args.sweep):
+        parser.error("--precision: got --gather or --sweep too, want none of them")
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("sizes", args.sizes, SIZES)
     args.implementations = command_line.names("implementations", args.implementations, IMPLEMENTATIONS)

@@ -52,6 +52,7 @@ def test_blocks_override_the_plan(monkeypatch):
         "--gated --with-gradients",
         "--gather --with-gradients",
         "--precision fp8",
+        "--precision fp8 --gated",
     ],
 )
 def test_runs(tmp_path, monkeypatch, without_gpu, words):

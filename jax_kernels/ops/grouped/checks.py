@@ -1,7 +1,6 @@
 """The checks of grouped_matmul's and grouped_gated_matmul's arguments."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,31 +15,24 @@ from jax_kernels.ops.matmul import fp8
 from jax_kernels.ops.matmul.checks import PRECISIONS, ROUNDED, checked_activation, checked_out_dtype, told_as
 from jax_kernels.quantization import QuantizedArray, checked_scale, scale_shape
 
-__all__ = ["check", "check_gated"]
-
-GATED_PRECISIONS = tuple(name for name in PRECISIONS if name != "fp8")
+__all__ = ["check", "check_gated", "refuse_quantized"]
 
 
-def check(**arguments: Any) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:
-    """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents."""
-    return _check(PRECISIONS, **arguments)
-
-
-def _check(
-    precisions, *, x, w, group_sizes, bias=None, activation=None, gather_indices=None, transpose_w=False,
+def check(
+    *, x, w, group_sizes, bias=None, activation=None, gather_indices=None, transpose_w=False,
     out_dtype=None, precision=None, implementation=None,
 ) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:  # fmt: skip
-    """(request, arrays, options) of a call. precisions: the names that `precision` may have.
+    """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents.
 
     In the arrays, x and w are rounded if precision is "bf16" or "fp16", and group_sizes is int32. A QuantizedArray w is
     taken apart into values and scales.
     """
     checks.check_flags(transpose_w=transpose_w)
     checks.check_names(precision=precision, implementation=implementation)
-    w, w_scale = _taken_apart(w, transpose_w)
+    w, w_scale = _taken_apart("w", w, transpose_w)
     x, w = _checked_operands(x, w, transpose_w, is_quantized=w_scale is not None)
     given, groups, columns = x.dtype, w.shape[0], w.shape[1 if transpose_w else 2]
-    precision = _checked_precision(precision, precisions, x.dtype, w.dtype)
+    precision = _checked_precision(precision, x.dtype, w.dtype)
     if precision == "fp8":
         fp8.check_device(dispatch.target_device(x), implementation)
     if precision in ROUNDED:
@@ -71,40 +63,49 @@ def check_gated(
 
     In the arrays, w is w_gate. options: the other arguments of grouped_gated_matmul, by name.
     """
-    _refuse_quantized(w_gate=w_gate, w_up=w_up)
-    w_gate, w_up = checks.checked_array("w_gate", w_gate), checks.checked_array("w_up", w_up)
+    kinds = [isinstance(w, QuantizedArray) for w in (w_gate, w_up)]
+    if kinds[0] != kinds[1]:
+        got, want = ("a QuantizedArray" if kind else "an unquantized array" for kind in kinds[::-1])
+        raise TypeError(f"w_up: got {got}, want {want}, as w_gate")
+    with told_as("w_gate"):
+        arrays = {"x": x, "w": w_gate, "group_sizes": group_sizes}
+        request, inputs, found = check(**arrays, activation=activation, **options)
+    w_up, scale = _taken_apart("w_up", w_up, found.transpose_w)
+    dtypes = *checks.DTYPES, *fp8.DTYPES
+    w_gate = getattr(w_gate, "values", w_gate)
+    w_gate, w_up = checks.checked_array("w_gate", w_gate, dtypes), checks.checked_array("w_up", w_up, dtypes)
     if (w_up.shape, w_up.dtype) != (w_gate.shape, w_gate.dtype):
         got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
         raise ValueError(f"w_up: got {got}, want w_gate's dtype and shape: {want}")
-    with told_as("w_gate"):
-        arrays = {"x": x, "w": w_gate, "group_sizes": group_sizes}
-        request, inputs, found = _check(GATED_PRECISIONS, **arrays, activation=activation, **options)
     w_up = checks.converted(w_up, inputs.w.dtype) if w_up.dtype != inputs.w.dtype else w_up
     request = dataclasses.replace(request, op="grouped_gated_matmul", is_gated=True)
-    return request, inputs._replace(w_up=w_up), found
+    return request, inputs._replace(w_up=w_up, w_up_scale=scale), found
 
 
-def _refuse_quantized(**arrays: Any) -> None:
+def refuse_quantized(**arrays: Any) -> None:
     """Raises TypeError for a QuantizedArray."""
     for name, y in arrays.items():
         if isinstance(y, QuantizedArray):
-            raise TypeError(f"{name}: got a QuantizedArray, want bfloat16, float16 or float32; matmul takes these")
+            raise TypeError(f"{name}: got a QuantizedArray, want bfloat16, float16 or float32")
 
 
-def _taken_apart(w: Any, transpose_w: bool) -> tuple[Any, Any]:
+def _taken_apart(name: str, w: Any, transpose_w: bool) -> tuple[Any, Any]:
     """(values, scales [G, N]) of a QuantizedArray w in 8 bits; (w, None) of another w. Raises TypeError or ValueError.
 
-    The QuantizedArray has a scale for each column of each group's weights.
+    The QuantizedArray has a scale for each column of each group's weights. name: of the argument, in messages.
     """
-    if not isinstance(w, QuantizedArray) or w.layout is not None:
+    if not isinstance(w, QuantizedArray):
         return w, None
+    if w.layout is not None:
+        want = "bfloat16, float16, float32 or a QuantizedArray of 8-bit floats"
+        raise TypeError(f"{name}: got a QuantizedArray in {w.layout.format!r}, want {want}; matmul takes these")
     axis = -1 if transpose_w else -2
     if (w.scaling, w.axis) != ("row", axis):
-        got = f"scaling={w.scaling!r}, axis={w.axis}"
-        raise ValueError(f"w: got a QuantizedArray with {got}, want scaling='row' and axis={axis}, the summed axis")
+        got = f"a QuantizedArray with scaling={w.scaling!r}, axis={w.axis}"
+        raise ValueError(f"{name}: got {got}, want scaling='row' and axis={axis}, the summed axis")
     if w.ndim != 3:
-        raise ValueError(f"w: got shape {w.shape}, want {'[G, N, K]' if transpose_w else '[G, K, N]'}")
-    return w.values, checked_scale("w.scale", w.scale, scale_shape(w.shape, "row", axis))
+        raise ValueError(f"{name}: got shape {w.shape}, want {'[G, N, K]' if transpose_w else '[G, K, N]'}")
+    return w.values, checked_scale(f"{name}.scale", w.scale, scale_shape(w.shape, "row", axis))
 
 
 def _checked_operands(x: Any, w: Any, transpose_w: bool, is_quantized: bool) -> tuple[Any, Any]:
@@ -112,7 +113,7 @@ def _checked_operands(x: Any, w: Any, transpose_w: bool, is_quantized: bool) -> 
 
     is_quantized: whether w has 8 bits, and scales.
     """
-    _refuse_quantized(x=x, w=w)
+    refuse_quantized(x=x)
     x, w = checks.checked_array("x", x), checks.checked_array("w", w, (*checks.DTYPES, *fp8.DTYPES))
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")
@@ -126,21 +127,21 @@ def _checked_operands(x: Any, w: Any, transpose_w: bool, is_quantized: bool) -> 
     return x, w
 
 
-def _checked_precision(precision: str | None, precisions: Sequence[str], dtype: Any, of_w: Any) -> str | None:
+def _checked_precision(precision: str | None, dtype: Any, of_w: Any) -> str | None:
     """The precision of a call. Raises ValueError.
 
-    precision: the argument, one of `precisions`; None becomes "fp8" for 8-bit weights, and else "fp32" for float32.
+    precision: the argument, one of PRECISIONS; None becomes "fp8" for 8-bit weights, and else "fp32" for float32.
     dtype: x's. of_w: w's.
     """
     names = lambda found: ", ".join(map(repr, found))
-    if precision not in (None, *precisions):
-        raise ValueError(f"precision: got {precision!r}, want {names(precisions)} or None")
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"precision: got {precision!r}, want {names(PRECISIONS)} or None")
     if of_w in fp8.DTYPES:
         if precision not in (None, "fp8"):
             raise ValueError(f"precision: got {precision!r} with w of dtype {of_w}, want 'fp8' or None")
         return "fp8"
     if precision in ("fp32", "tf32") and dtype != jnp.float32:
-        rest = [name for name in precisions if name not in ("fp32", "tf32")]
+        rest = [name for name in PRECISIONS if name not in ("fp32", "tf32")]
         raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want {names(rest)} or None")
     return "fp32" if precision is None and dtype == jnp.float32 else precision
 

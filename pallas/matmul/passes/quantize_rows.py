@@ -6,6 +6,7 @@ the matrix: 5 bytes. Rows of more than 16,384 values are read a second time, fro
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -23,82 +24,89 @@ from jax_kernels.pallas.varying import result_types
 __all__ = ["QuantizedRows", "quantize_rows"]
 
 CHUNK = 1024  # values that 4 warps load at once: 16 bytes of 16-bit values for each thread
-MOST_HELD = 16  # chunks that a program holds in registers
+MOST_HELD = 16 * CHUNK  # values that a program holds in registers
 
 
 class QuantizedRows(NamedTuple):
-    """A matrix in 8 bits. values: [M, K]. scale: float32 [M], the factor of each row."""
+    """Matrices in 8 bits with shared scales. values: [M, K] each. scale: float32 [M], the factor of each row."""
 
-    values: Float[Array, "M K"]
+    values: tuple[Float[Array, "M K"], ...]
     scale: Float32[Array, " M"]
 
 
-def quantize_rows(x: Float[Array, "M K"], dtype: jnp.dtype, *, interpret: bool = False) -> QuantizedRows:
-    """Rounds each row of x to the 8-bit `dtype`, with a scale that maps its largest magnitude to the dtype's largest.
+def quantize_rows(*arrays: Float[Array, "M K"], dtype: jnp.dtype, interpret: bool = False) -> QuantizedRows:
+    """Rounds each row of the arrays to the 8-bit `dtype`, with a scale that maps its largest magnitude to the dtype's
+    largest. Row i of all arrays has one scale.
 
-    x: [M, K] of 16 or 32 bits, not empty. Rows with NaN or infinity become NaN. The GPU converts float32 to 8 bits in
-    one rounding, as Hopper does. interpret: runs the kernel in Pallas's interpreter.
+    arrays: [M, K] each, of 16 or 32 bits, not empty. Rows with NaN or infinity become NaN, in all arrays. The GPU
+    converts float32 to 8 bits in one rounding, as Hopper does. interpret: runs the kernel in Pallas's interpreter.
     """
-    tiles = _Tiles.of(*x.shape)
-    outs = [jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)]
+    (rows, columns), count = arrays[0].shape, len(arrays)
+    tiles = _Tiles.of(rows, columns, count)
+    outs = [jax.ShapeDtypeStruct(x.shape, dtype) for x in arrays]
+    outs.append(jax.ShapeDtypeStruct((rows,), jnp.float32))
 
-    def kernel(source: Ref, values: Ref, scales: Ref) -> None:
+    def kernel(*refs: Ref) -> None:
+        sources, values, scales = refs[:count], refs[count:-1], refs[-1]
         row = pl.program_id(0) * tiles.block_rows
-        load = lambda column: tiles.load(source, row, column)
+        load = lambda column: [tiles.load(source, row, column) for source in sources]
+
+        def store(column: Index, blocks: list[jax.Array], factor: jax.Array) -> None:
+            for ref, block in zip(values, blocks, strict=True):
+                tiles.store(ref, row, column, block.astype(jnp.float32) * factor)
+
         if tiles.is_held:
             held = [load(i * tiles.chunk) for i in range(tiles.chunks)]
-            scale, factor = scale_of(_largest(held), dtype)
-            for i, block in enumerate(held):
-                tiles.store(values, row, i * tiles.chunk, block.astype(jnp.float32) * factor)
+            scale, factor = scale_of(_largest([block for blocks in held for block in blocks]), dtype)
+            for i, blocks in enumerate(held):
+                store(i * tiles.chunk, blocks, factor)
         else:
-            widen = lambda i, largest: jnp.maximum(largest, _largest([load(i * tiles.chunk)]))
+            widen = lambda i, largest: jnp.maximum(largest, _largest(load(i * tiles.chunk)))
             zeros = jnp.zeros((tiles.block_rows, 1), jnp.int32)
             scale, factor = scale_of(lax.fori_loop(0, tiles.chunks, widen, zeros), dtype)
-
-            def write(i: Index, state: None) -> None:
-                tiles.store(values, row, i * tiles.chunk, load(i * tiles.chunk).astype(jnp.float32) * factor)
-
+            write = lambda i, _: store(i * tiles.chunk, load(i * tiles.chunk), factor)
             lax.fori_loop(0, tiles.chunks, write, None)
-        exists = tiles.row_exists(row)
-        plgpu.store(scales.at[pl.ds(row, tiles.block_rows)], scale[:, 0], mask=exists)
+        plgpu.store(scales.at[pl.ds(row, tiles.block_rows)], scale[:, 0], mask=tiles.row_exists(row))
 
-    found = pl.pallas_call(
+    *found, scale = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(tiles.rows, tiles.block_rows),),
-        out_shape=result_types(outs, x),
+        out_shape=result_types(outs, *arrays),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name="matmul_quantize_rows_triton",
-    )(x)
-    return QuantizedRows(*found)
+    )(*arrays)
+    return QuantizedRows(values=tuple(found), scale=scale)
 
 
 def _largest(blocks: list[jax.Array]) -> jax.Array:
     """The largest magnitude of each row of the blocks [rows, chunk], as the bits of float32: int32 [rows, 1]."""
     of_blocks = [magnitude_bits(block.astype(jnp.float32)) for block in blocks]
-    widest = of_blocks[0]
-    for magnitudes in of_blocks[1:]:
-        widest = jnp.maximum(widest, magnitudes)
-    return widest.max(axis=1)[:, None]
+    return functools.reduce(jnp.maximum, of_blocks).max(axis=1)[:, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiles:
-    """The blocks of a matrix [rows, columns] that a program works on: block_rows rows, in chunks of columns."""
+    """The blocks of matrices [rows, columns] that a program works on: block_rows rows, in chunks of columns.
+
+    count: the number of matrices.
+    """
 
     rows: int
     columns: int
+    count: int
     block_rows: int
     chunk: int
     num_warps: int
 
     @classmethod
-    def of(cls, rows: int, columns: int) -> "_Tiles":
-        is_long = columns > 8 * CHUNK
-        chunk = 2 * CHUNK if is_long else min(CHUNK, padded(columns))
+    def of(cls, rows: int, columns: int, count: int) -> "_Tiles":
+        is_long = columns * count > 8 * CHUNK
+        chunk = min(2 * CHUNK if is_long else CHUNK, padded(columns))
         return cls(
             rows=rows,
             columns=columns,
+            count=count,
             block_rows=max(1, CHUNK // chunk),
             chunk=chunk,
             num_warps=8 if is_long else 4,
@@ -110,8 +118,8 @@ class _Tiles:
 
     @property
     def is_held(self) -> bool:
-        """Whether the registers hold whole rows."""
-        return self.columns <= MOST_HELD * CHUNK
+        """Whether the registers hold whole rows of all matrices."""
+        return self.columns * self.count <= MOST_HELD
 
     def row_exists(self, row: Index) -> jax.Array:
         return row + iota(self.block_rows) < self.rows

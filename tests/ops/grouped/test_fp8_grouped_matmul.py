@@ -1,5 +1,6 @@
 """grouped_matmul in 8 bits: against float64 of the rounded operands, quantized weights, derivatives and errors."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import explain, grouped_matmul, quantize
+from jax_kernels import chunks, dequantize, explain, grouped_gated_matmul, grouped_matmul, quantize
 from jax_kernels.dispatch import on_device
 from jax_kernels.testing.low_precision import fp8_grouped_matmul as cases
 from tests.support.cases import ids, tiers
 
 
-@pytest.mark.parametrize("name", tiers.cases(cases.CASES, ["plain", "past", "primes", "ones", "small", "large"]))
+@pytest.mark.parametrize(
+    "name", tiers.cases(cases.CASES, ["plain", "past", "primes", "ones", "small", "large", "gated"])
+)
 def test_against_float64(name):
     for result, (error, bound) in cases.errors_by(cases.CASES[name], "xla").items():
         assert error <= bound, result
@@ -125,9 +128,102 @@ def test_wrong_arguments(name):
         grouped_matmul(**({"x": X, "w": W, "group_sizes": GROUP_SIZES, "precision": "fp8"} | changed))
 
 
+W_UP = _normal(3, 64, 40, seed=4) / 8
+GATED = {"x": X, "w_gate": W, "w_up": W_UP, "group_sizes": GROUP_SIZES}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_near_the_float32_gated_unit(dtype):
+    arrays = {name: y.astype(dtype) for name, y in GATED.items() if name != "group_sizes"}
+    call = lambda arrays, **how: grouped_gated_matmul(**arrays, group_sizes=GROUP_SIZES, **how)
+    got, vjp = jax.vjp(jax.jit(lambda arrays: call(arrays, precision="fp8")), arrays)
+    want, right = jax.vjp(call, {name: y.astype(jnp.float32) for name, y in arrays.items()})
+    assert got.dtype == dtype
+    assert 0.01 < _relative(got.astype(jnp.float32), want) < 0.08
+    dout = _normal(26, 40, seed=3)
+    gradients, wanted = vjp(dout.astype(dtype))[0], right(dout)[0]
+    errors = {name: _relative(y.astype(jnp.float32), wanted[name]) for name, y in gradients.items()}
+    assert {name: y.dtype for name, y in gradients.items()} == {name: jnp.dtype(dtype) for name in arrays}
+    assert 0.01 < errors["x"] < 0.1
+    assert 0.01 < max(errors["w_gate"], errors["w_up"]) < 0.06
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_quantized_weights_of_a_gated_unit(transpose_w):
+    """They give the result and the gradient of x of the call that quantizes by itself."""
+    weights = [w.mT if transpose_w else w for w in (W, W_UP)]
+    quantized = [quantize(w, scaling="row", axis=-1 if transpose_w else -2) for w in weights]
+
+    def both(x, gate, up, precision):
+        how = {"transpose_w": transpose_w, "precision": precision}
+        out, vjp = jax.vjp(lambda x: grouped_gated_matmul(x, gate, up, GROUP_SIZES, **how), x)
+        return out, *vjp(jnp.cos(out))
+
+    got = jax.jit(lambda *given: both(*given, None))(X, *quantized)
+    want = jax.jit(lambda *given: both(*given, "fp8"))(X, *map(dequantize, quantized))
+    for y, right in zip(got, want, strict=True):
+        assert _relative(y, right) < 1e-3
+    exact = jax.vjp(lambda x: grouped_gated_matmul(x, *weights, GROUP_SIZES, transpose_w=transpose_w), X)[1]
+    assert _relative(got[1], exact(jnp.cos(got[0]))[0]) < 0.12
+
+
 def test_quantized_weights_have_no_gradients():
-    with pytest.raises(NotImplementedError, match="weights of 8 bits have no gradients"):
-        jax.grad(lambda x: grouped_matmul(x, QUANTIZED, GROUP_SIZES).sum())(X)
+    """The gradient of x exists, in both modes. A gradient of the weights, or of their scales, raises."""
+    call = lambda x, w: (grouped_matmul(x, w, GROUP_SIZES, activation="silu") ** 2).sum()
+    got, want = jax.grad(call)(X, QUANTIZED), jax.grad(call)(X, dequantize(QUANTIZED))
+    assert 0.01 < _relative(got, want) < 0.1
+    moved, right = (jax.jvp(lambda x, w=w: call(x, w), (X,), (X + 1,))[1] for w in (QUANTIZED, dequantize(QUANTIZED)))
+    np.testing.assert_allclose(moved, right, rtol=0.1)
+    text = "grouped_matmul: weights of 8 bits have no gradients"
+    for part in ("values", "scale"):
+        of = lambda y, part=part: call(X, dataclasses.replace(QUANTIZED, **{part: y}))
+        with pytest.raises(NotImplementedError, match=text):
+            jax.grad(of)(getattr(QUANTIZED, part))
+    gated = lambda x, w: grouped_gated_matmul(x, w, QUANTIZED, GROUP_SIZES).sum()
+    of_gate = jax.grad(lambda scale: gated(X, dataclasses.replace(QUANTIZED, scale=scale)))
+    with pytest.raises(NotImplementedError, match="grouped_gated_matmul: weights of 8 bits have no gradients"):
+        of_gate(QUANTIZED.scale)
+
+
+def test_chunks_of_rows():
+    """Each chunk multiplies by the scales of its own rows, forward and in the gradient of x."""
+    x = X * 2.0 ** (jnp.arange(len(X)) % 7)[:, None]
+    calls = {
+        "matmul": lambda x: (grouped_matmul(x, W, GROUP_SIZES, precision="fp8") ** 2).sum(),
+        "gated": lambda x: (grouped_gated_matmul(x, W, W_UP, GROUP_SIZES, precision="fp8") ** 2).sum(),
+    }
+    for call in calls.values():
+        function = jax.jit(jax.value_and_grad(call))
+        want = function(x)
+        jax.clear_caches()
+        with chunks.forced(5) as split:
+            got = jax.jit(jax.value_and_grad(call))(x)
+        assert max(split) == 5
+        for y, right in zip(got, want, strict=True):
+            np.testing.assert_allclose(y, right, rtol=1e-4, atol=1e-3)
+
+
+OTHER_AXIS, INT8 = quantize(W, scaling="row"), quantize(W, "int8")
+WRONG_GATED = {
+    "one": ({"w_up": QUANTIZED}, TypeError, "w_up: got a QuantizedArray, want an unquantized array, as w_gate"),
+    "other": ({"w_gate": QUANTIZED}, TypeError, "w_up: got an unquantized array, want a QuantizedArray, as w_gate"),
+    "axis": ({"w_gate": OTHER_AXIS, "w_up": QUANTIZED}, ValueError, "w_gate: got a QuantizedArray with scaling='row'"),
+    "up_axis": ({"w_gate": QUANTIZED, "w_up": OTHER_AXIS}, ValueError, "w_up: got a QuantizedArray with scaling='row'"),
+    "low_bit": ({"w_gate": INT8, "w_up": INT8}, TypeError, "w_gate: got a QuantizedArray in 'int8', want"),
+    "format": (
+        {"w_gate": QUANTIZED, "w_up": quantize(W, "e5m2", scaling="row", axis=-2)},
+        ValueError,
+        "w_up: got float8_e5m2[3, 64, 40], want w_gate's dtype and shape: float8_e4m3fn[3, 64, 40]",
+    ),
+    "implementation": ({"implementation": "triton", "precision": "fp8"}, NotImplementedError, "no 8-bit matmuls"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GATED)
+def test_wrong_arguments_of_a_gated_unit(name):
+    changed, error, text = WRONG_GATED[name]
+    with on_device("H200"), pytest.raises(error, match=re.escape(text)):
+        grouped_gated_matmul(**(GATED | changed))
 
 
 def test_gpu_without_fp8_matmuls():

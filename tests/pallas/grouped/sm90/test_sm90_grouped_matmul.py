@@ -46,8 +46,10 @@ def test_interpreted(cores, names):
     [
         (1, ["small"]),
         (3, ["tiny_scales"]),
+        (1, ["gated_small"]),
         pytest.param(1, ["blocks"], marks=pytest.mark.slow),
         pytest.param(3, ["overlapping", "past", "all_in_one", "edges"], marks=pytest.mark.slow),
+        pytest.param(3, ["gated_overlapping", "gated_edges"], marks=pytest.mark.slow),
     ],
 )
 def test_8_bits_interpreted(cores, names):
@@ -216,6 +218,8 @@ COMPILED = {
     "odd_rows": {"m": 1001, "activation": "silu"},
     "fp8": {"precision": "fp8", "activation": "gelu", "has_bias": True},
     "fp8_plain": {"precision": "fp8", "transpose_w": True, "dtype": "float16"},
+    "fp8_gated": {"precision": "fp8", "is_gated": True, "activation": "silu"},
+    "fp8_gated_transposed": {"precision": "fp8", "is_gated": True, "activation": "gelu", "transpose_w": True},
 }
 
 
@@ -229,7 +233,8 @@ def test_compiled(name):
     """
     printed, mosaic, _ = compile_case.compile_script(__file__, json.dumps(COMPILED[name]))
     is_odd = name == "odd_rows"
-    passes = {"fp8": 3, "fp8_plain": 3}.get(name, 0)  # of the rows of x, of the cotangent, and of w one way
+    # They quantize x, the cotangents, and the weights one way; the backward quantizes both weights together.
+    passes = {"fp8": 3, "fp8_plain": 3, "fp8_gated": 3, "fp8_gated_transposed": 4}.get(name, 0)
     want = ["matmul_quantize_rows_triton"] * passes + ["grouped_weight_gradient_triton"] * is_odd
     assert sorted(json.loads(printed)) == sorted(want)
     kernels = ["grouped_matmul_sm90", "grouped_weight_gradient_sm90"][: 1 if is_odd else 2]
