@@ -65,7 +65,7 @@ def check_gated(
     """
     kinds = [isinstance(w, QuantizedArray) for w in (w_gate, w_up)]
     if kinds[0] != kinds[1]:
-        got, want = ("a QuantizedArray" if kind else "an unquantized array" for kind in kinds[::-1])
+        got, want = ("quantized weights" if kind else "unquantized weights" for kind in kinds[::-1])
         raise TypeError(f"w_up: got {got}, want {want}, as w_gate")
     with told_as("w_gate"):
         arrays = {"x": x, "w": w_gate, "group_sizes": group_sizes}

@@ -205,8 +205,8 @@ def test_chunks_of_rows():
 
 OTHER_AXIS, INT8 = quantize(W, scaling="row"), quantize(W, "int8")
 WRONG_GATED = {
-    "one": ({"w_up": QUANTIZED}, TypeError, "w_up: got a QuantizedArray, want an unquantized array, as w_gate"),
-    "other": ({"w_gate": QUANTIZED}, TypeError, "w_up: got an unquantized array, want a QuantizedArray, as w_gate"),
+    "one": ({"w_up": QUANTIZED}, TypeError, "w_up: got quantized weights, want unquantized weights, as w_gate"),
+    "other": ({"w_gate": QUANTIZED}, TypeError, "w_up: got unquantized weights, want quantized weights, as w_gate"),
     "axis": ({"w_gate": OTHER_AXIS, "w_up": QUANTIZED}, ValueError, "w_gate: got a QuantizedArray with scaling='row'"),
     "up_axis": ({"w_gate": QUANTIZED, "w_up": OTHER_AXIS}, ValueError, "w_up: got a QuantizedArray with scaling='row'"),
     "low_bit": ({"w_gate": INT8, "w_up": INT8}, TypeError, "w_gate: got a QuantizedArray in 'int8', want"),
