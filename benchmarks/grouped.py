@@ -10,8 +10,8 @@ library's calls, without peers. --gated times grouped_gated_matmul with silu, an
 library, with silu by XLA. Torch and dense are then two matmuls each. --gather reads the
 rows from an x of a fourth of the rows, by index, without peers; "copy" gathers them by XLA for the planned kernels.
 --precision fp8 adds this library's 8-bit calls, judged against XLA's 8-bit results, in the same run: "fp8 NAME", which
-quantizes x and the weights, and "fp8 NAME, w quantized", whose weights [G, N, K] were quantized before, forward only.
-It works with --gated too.
+quantizes x and the weights; and forward only "fp8 NAME, w quantized", whose weights [G, N, K] were quantized before,
+and "fp8 NAME, all quantized", whose x was quantized before too, as by a norm. It works with --gated too.
 
 --sweep times other blocks, forward and gradient of the weights: of the Triton kernels as
 "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as "num_stages=3"; of the
@@ -151,17 +151,18 @@ def ours(
 
 
 def in_8_bits(
-    case: Case, sets: list[dict[str, Any]], implementation: str, *, quantizes_w: bool
+    case: Case, sets: list[dict[str, Any]], implementation: str, *, known: Sequence[str] = ()
 ) -> Callable[[int], Any]:
-    """The 8-bit call. quantizes_w: whether the call quantizes the weights; else they were quantized before."""
+    """The 8-bit call. known: the arrays, by name, that were quantized before; all weights, or none of them."""
     op = grouped_gated_matmul if case.is_gated else grouped_matmul
-    op = functools.partial(op, precision="fp8", implementation=implementation)
+    op = functools.partial(op, precision="fp8", implementation=implementation, out_dtype=DTYPES[case.dtype])
     if case.has_epilogue:
         op = functools.partial(op, activation="silu")
-    if quantizes_w:
+    if not known:
         return compiled(case, sets, op)
-    weights = jax.jit(lambda w: quantize(w.mT, scaling="row"))
-    quantized = lambda arrays: {name: jax.block_until_ready(weights(arrays[name])) for name in case.weights}
+    of_rows = jax.jit(lambda y: quantize(y, scaling="row"))
+    turned = lambda name, y: y if name == "x" else y.mT
+    quantized = lambda arrays: {name: jax.block_until_ready(of_rows(turned(name, arrays[name]))) for name in known}
     given = [arrays | quantized(arrays) for arrays in sets]
     return compiled(case, given, functools.partial(op, transpose_w=True))
 
@@ -274,14 +275,14 @@ def contenders_of(case: Case, sets: list[dict[str, Any]], args: argparse.Namespa
         add(name, "jax", lambda name=name: ours(case, sets, name))
     if args.precision == "fp8":
         with gpu_among_others():
-            in_fp8 = jax.block_until_ready(in_8_bits(case, sets, "xla", quantizes_w=True)(0))
+            in_fp8 = jax.block_until_ready(in_8_bits(case, sets, "xla")(0))
         for name in args.implementations:
             if name == "triton":
                 continue  # it has no 8-bit matmuls
-            for is_whole in (True,) if case.has_gradients else (True, False):
-                label = f"fp8 {name}" if is_whole else f"fp8 {name}, w quantized"
-                build = functools.partial(in_8_bits, case, sets, name, quantizes_w=is_whole)
-                add(label, "jax", build, against=in_fp8)
+            known = {"": (), ", w quantized": case.weights, ", all quantized": (*case.weights, "x")}
+            for ending, quantized in list(known.items())[: 1 if case.has_gradients else None]:
+                build = functools.partial(in_8_bits, case, sets, name, known=quantized)
+                add(f"fp8 {name}{ending}", "jax", build, against=in_fp8)
     for part in parts:
         add(part, "jax", lambda part=part: ours(case, sets, _implementation(part), _blocks(part)))
     if case.has_epilogue:

@@ -67,8 +67,8 @@ def test_runs(tmp_path, monkeypatch, without_gpu, words):
     if "gated" in words:
         peers = {"two": "unavailable", "ragged_dot": "unavailable", "dense": "ok"}
     if "fp8" in words:
-        peers |= {"fp8 mosaic_gpu": "unavailable", "fp8 mosaic_gpu, w quantized": "unavailable"}
-        peers |= {"fp8 xla": "ok", "fp8 xla, w quantized": "ok"}
+        for ending in ("", ", w quantized", ", all quantized"):
+            peers |= {f"fp8 mosaic_gpu{ending}": "unavailable", f"fp8 xla{ending}": "ok"}
     if "gather" in words:
         peers = {"copy": "ok"}
     for row in rows:

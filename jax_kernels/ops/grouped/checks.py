@@ -24,14 +24,16 @@ def check(
 ) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:  # fmt: skip
     """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents.
 
-    In the arrays, x and w are rounded if precision is "bf16" or "fp16", and group_sizes is int32. A QuantizedArray w is
+    In the arrays, x and w are rounded if precision is "bf16" or "fp16", and group_sizes is int32. QuantizedArrays are
     taken apart into values and scales.
     """
     checks.check_flags(transpose_w=transpose_w)
     checks.check_names(precision=precision, implementation=implementation)
-    w, w_scale = _taken_apart("w", w, transpose_w)
-    x, w = _checked_operands(x, w, transpose_w, is_quantized=w_scale is not None)
-    given, groups, columns = x.dtype, w.shape[0], w.shape[1 if transpose_w else 2]
+    x, x_scale = _taken_apart("x", x, ["M", "K"], axis=-1)
+    w, w_scale = _taken_apart("w", w, _weight_axes(transpose_w), axis=-1 if transpose_w else -2)
+    x, w = _checked_operands(x, w, x_scale, w_scale, transpose_w)
+    given = jnp.dtype(jnp.bfloat16) if x_scale is not None else x.dtype
+    groups, columns = w.shape[0], w.shape[1 if transpose_w else 2]
     precision = _checked_precision(precision, x.dtype, w.dtype)
     if precision == "fp8":
         fp8.check_device(dispatch.target_device(x), implementation)
@@ -51,6 +53,7 @@ def check(
         group_sizes=_checked_sizes(group_sizes, groups, (x if gather is None else gather).shape[0]),
         bias=None if bias is None else _checked_bias(bias, x.dtype, (groups, columns)),
         gather=gather,
+        x_scale=x_scale,
         w_scale=w_scale,
     )
     return request_of(options, inputs, dispatch.target_device(x)), inputs, options
@@ -70,7 +73,7 @@ def check_gated(
     with told_as("w_gate"):
         arrays = {"x": x, "w": w_gate, "group_sizes": group_sizes}
         request, inputs, found = check(**arrays, activation=activation, **options)
-    w_up, scale = _taken_apart("w_up", w_up, found.transpose_w)
+    w_up, scale = _taken_apart("w_up", w_up, _weight_axes(found.transpose_w), axis=-1 if found.transpose_w else -2)
     dtypes = *checks.DTYPES, *fp8.DTYPES
     w_gate = getattr(w_gate, "values", w_gate)
     w_gate, w_up = checks.checked_array("w_gate", w_gate, dtypes), checks.checked_array("w_up", w_up, dtypes)
@@ -89,41 +92,47 @@ def refuse_quantized(**arrays: Any) -> None:
             raise TypeError(f"{name}: got a QuantizedArray, want bfloat16, float16 or float32")
 
 
-def _taken_apart(name: str, w: Any, transpose_w: bool) -> tuple[Any, Any]:
-    """(values, scales [G, N]) of a QuantizedArray w in 8 bits; (w, None) of another w. Raises TypeError or ValueError.
+def _weight_axes(transpose_w: bool) -> list[str]:
+    """The names of the weights' axes."""
+    return ["G", "N", "K"] if transpose_w else ["G", "K", "N"]
 
-    The QuantizedArray has a scale for each column of each group's weights. name: of the argument, in messages.
+
+def _taken_apart(name: str, x: Any, axes: list[str], axis: int) -> tuple[Any, Any]:
+    """(values, scales) of a QuantizedArray in 8 bits; (x, None) of another x. Raises TypeError or ValueError.
+
+    The QuantizedArray has a scale for all values along K: for each row of x, or each column of each group's weights.
+    name: of the argument, in messages. axes: the names of its axes. axis: of K.
     """
-    if not isinstance(w, QuantizedArray):
-        return w, None
-    if w.layout is not None:
+    if not isinstance(x, QuantizedArray):
+        return x, None
+    if x.layout is not None:
         want = "bfloat16, float16, float32 or a QuantizedArray of 8-bit floats"
-        raise TypeError(f"{name}: got a QuantizedArray in {w.layout.format!r}, want {want}; matmul takes these")
-    axis = -1 if transpose_w else -2
-    if (w.scaling, w.axis) != ("row", axis):
-        got = f"a QuantizedArray with scaling={w.scaling!r}, axis={w.axis}"
+        raise TypeError(f"{name}: got a QuantizedArray in {x.layout.format!r}, want {want}; matmul takes these")
+    if (x.scaling, x.axis) != ("row", axis):
+        got = f"a QuantizedArray with scaling={x.scaling!r}, axis={x.axis}"
         raise ValueError(f"{name}: got {got}, want scaling='row' and axis={axis}, the summed axis")
-    if w.ndim != 3:
-        raise ValueError(f"{name}: got shape {w.shape}, want {'[G, N, K]' if transpose_w else '[G, K, N]'}")
-    return w.values, checked_scale(f"{name}.scale", w.scale, scale_shape(w.shape, "row", axis))
+    if x.ndim != len(axes):
+        raise ValueError(f"{name}: got shape {x.shape}, want [{', '.join(axes)}]")
+    return x.values, checked_scale(f"{name}.scale", x.scale, scale_shape(x.shape, "row", axis))
 
 
-def _checked_operands(x: Any, w: Any, transpose_w: bool, is_quantized: bool) -> tuple[Any, Any]:
+def _checked_operands(x: Any, w: Any, x_scale: Any, w_scale: Any, transpose_w: bool) -> tuple[Any, Any]:
     """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError.
 
-    is_quantized: whether w has 8 bits, and scales.
+    x_scale, w_scale: the scales of 8-bit values, or None.
     """
-    refuse_quantized(x=x)
-    x, w = checks.checked_array("x", x), checks.checked_array("w", w, (*checks.DTYPES, *fp8.DTYPES))
-    if x.dtype not in checks.DTYPES:
-        raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")
-    if w.dtype != x.dtype and not is_quantized:
+    x, w = (checks.checked_array(name, y, (*checks.DTYPES, *fp8.DTYPES)) for name, y in (("x", x), ("w", w)))
+    if x.dtype not in checks.DTYPES and x_scale is None:
+        raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16, float32 or a QuantizedArray")
+    if x_scale is not None and w_scale is None:
+        raise TypeError(f"w: got dtype {w.dtype} with a QuantizedArray x, want a QuantizedArray")
+    if w.dtype != x.dtype and w_scale is None:
         raise TypeError(f"w: got dtype {w.dtype}, want x's dtype {x.dtype}")
-    want = "[G, N, K]" if transpose_w else "[G, K, N]"
     if x.ndim != 2:
         raise ValueError(f"x: got shape {x.shape}, want [M, K]")
     if w.ndim != 3 or w.shape[2 if transpose_w else 1] != x.shape[1]:
-        raise ValueError(f"w: got shape {w.shape}, want {want} with x's K = {x.shape[1]}")
+        want = ", ".join(_weight_axes(transpose_w))
+        raise ValueError(f"w: got shape {w.shape}, want [{want}] with x's K = {x.shape[1]}")
     return x, w
 
 
@@ -183,7 +192,7 @@ def _checked_indices(indices: Any, rows: int) -> Any:
 def _checked_bias(bias: Any, dtype: Any, shape: tuple[int, int]) -> Any:
     """The bias [G, N] as a jax.Array. dtype: x's. Raises TypeError or ValueError for a bad dtype or shape."""
     bias = checks.checked_array("bias", bias)
-    if bias.dtype not in (dtype, jnp.dtype(jnp.float32)):
+    if dtype in checks.DTYPES and bias.dtype not in (dtype, jnp.dtype(jnp.float32)):
         raise TypeError(f"bias: got dtype {bias.dtype}, want x's dtype {dtype}, or float32")
     if bias.shape != shape:
         raise ValueError(f"bias: got shape {bias.shape}, want [G, N] = {shape}")

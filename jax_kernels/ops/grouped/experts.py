@@ -59,7 +59,7 @@ def gated_experts(
     A policy of jax.checkpoint finds the results of the first matmuls by the names "mlp_gate" and "mlp_up". The
     arguments are as in grouped_gated_matmul, and raise the same errors.
     """
-    refuse_quantized(w_gate=w_gate, w_up=w_up, w_down=w_down)
+    refuse_quantized(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     request, first, options = check_gated(
         x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes, activation=activation, implementation=implementation
     )

@@ -9,6 +9,7 @@ rounded to 8 bits. In 8 bits both of their operands would need a transpose, with
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,17 +33,24 @@ __all__ = ["planned"]
 def planned(call: PlannedCall, inputs: GroupedInputs) -> jax.Array:
     """out [M, N] of a planned 8-bit grouped_matmul or grouped_gated_matmul, differentiable.
 
-    inputs: x of 16 or 32 bits, and weights in x's dtype, or in 8 bits with scales. Differentiating weights of 8 bits or
-    their scales raises NotImplementedError.
+    inputs: x of 16 or 32 bits, and weights in x's dtype, or in 8 bits with scales. Or all of them in 8 bits.
+    Differentiating arrays of 8 bits or their scales raises NotImplementedError.
     """
     name = "grouped_gated_matmul" if inputs.is_gated else "grouped_matmul"
     if inputs.w.dtype in DTYPES:
-        weights = {field: getattr(inputs, field) for field in ("w", "w_scale", "w_up", "w_up_scale")}
-        reason = "weights of 8 bits have no gradients, want 16- or 32-bit weights with precision='fp8'"
-        inputs = inputs._replace(**without_derivative(weights, f"{name}: {reason}"))
+        inputs = _frozen(inputs, ("w", "w_scale", "w_up", "w_up_scale"), f"{name}: weights")
+    if inputs.x.dtype in DTYPES:
+        inputs = _frozen(inputs, ("x", "x_scale"), f"{name}: rows")
     if call.implementation == "xla":
         return _plain(call, inputs)
     return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode(name)))
+
+
+def _frozen(inputs: GroupedInputs, fields: Sequence[str], subject: str) -> GroupedInputs:
+    """The inputs; differentiating these fields raises NotImplementedError. subject: of the message."""
+    given = {field: getattr(inputs, field) for field in fields}
+    reason = f"{subject} of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
+    return inputs._replace(**without_derivative(given, reason))
 
 
 def _out(call, inputs):
@@ -55,12 +63,19 @@ def _run(call: PlannedCall, inputs: GroupedInputs, *, saves: bool) -> GroupedRes
     saves: whether the result has the preactivation and up.
     """
     options = dataclasses.replace(call.options, transpose_w=True, saves_preactivation=saves)
-    x, w = quantized_rows(call, inputs.x), _weights(call, inputs.w, inputs.w_scale)
+    x, w = _rows(call, inputs), _weights(call, inputs.w, inputs.w_scale)
     quantized = inputs._replace(x=x.values, x_scale=x.scale, w=w.values, w_scale=w.scale)
     if inputs.w_up is not None:
         w_up = _weights(call, inputs.w_up, inputs.w_up_scale)
         quantized = quantized._replace(w_up=w_up.values, w_up_scale=w_up.scale)
     return gradients.forward_of(dataclasses.replace(call, options=options))(quantized)
+
+
+def _rows(call: PlannedCall, inputs: GroupedInputs) -> QuantizedArray:
+    """x as a QuantizedArray with a scale for each row. 8-bit rows keep their values."""
+    if inputs.x_scale is not None:
+        return QuantizedArray(values=inputs.x, scale=inputs.x_scale, scaling="row")
+    return quantized_rows(call, inputs.x)
 
 
 def _weights(call: PlannedCall, w: jax.Array, scale: jax.Array | None) -> QuantizedArray:
@@ -83,14 +98,17 @@ def _forward(call, inputs):
 
 @under_defaults
 def _backward(call, residuals, dout):
-    """(GroupedInputs of the gradients,), with None for weights of 8 bits. dout: the cotangent of out, [M, N]."""
+    """(GroupedInputs of the gradients,), with None for arrays of 8 bits. dout: the cotangent of out, [M, N]."""
     inputs, saved = residuals
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
     dbias = None
     if inputs.bias is not None:
         dbias = reference.sum_of_rows(dz, inputs.group_sizes).astype(inputs.bias.dtype)
-    dx = _input_gradient(call, inputs, [y.astype(dout.dtype) for y in (dz, dup) if y is not None])
-    dw, dw_up = (None, None) if inputs.w.dtype in DTYPES else _weight_gradients(call, inputs, dz, dup, dout.dtype)
+    dx, dw, dw_up = None, None, None
+    if inputs.x.dtype not in DTYPES:
+        dx = _input_gradient(call, inputs, [y.astype(dout.dtype) for y in (dz, dup) if y is not None])
+    if inputs.w.dtype not in DTYPES:
+        dw, dw_up = _weight_gradients(call, inputs, dz, dup, dout.dtype)
     return (GroupedInputs(x=dx, w=dw, group_sizes=None, bias=dbias, w_up=dw_up),)  # type: ignore[arg-type]
 
 
@@ -168,7 +186,8 @@ def _straight_through(call: PlannedCall, inputs: GroupedInputs) -> jax.Array:
 
     options = dataclasses.replace(call.options, transpose_w=True, scaling=None, precision="fp32")
     given = inputs._replace(
-        x=through(inputs.x, quantize(fixed.x, scaling="row")),
+        x=dequantize(_rows(call, fixed)) if inputs.x_scale is not None else through(inputs.x, _rows(call, fixed)),
+        x_scale=None,
         w=weights(inputs.w, fixed.w, fixed.w_scale),
         w_up=weights(inputs.w_up, fixed.w_up, fixed.w_up_scale),
         w_scale=None,

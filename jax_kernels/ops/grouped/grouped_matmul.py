@@ -25,7 +25,7 @@ __all__ = ["grouped_gated_matmul", "grouped_matmul"]
 @under_defaults
 @jax.named_scope("grouped_matmul")
 def grouped_matmul(
-    x: Float[Array, "M K"] | Float[Array, "T K"],
+    x: Float[Array, "M K"] | Float[Array, "T K"] | QuantizedArray,
     w: Float[Array, "G K N"] | Float[Array, "G N K"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
@@ -61,20 +61,21 @@ def grouped_matmul(
     saves x @ w + bias, in out_dtype, and the backward takes the activation's derivative at this value.
 
     Args:
-      x: [M, K], bfloat16, float16 or float32.
+      x: [M, K], bfloat16, float16 or float32. Or, if w is a QuantizedArray, one too: quantize(x, scaling="row"), or the
+        result of rms_norm and layer_norm with quantize="e4m3". Its values are not rounded again, and have no gradients.
       w: [G, K, N] in x's dtype; [G, N, K] with transpose_w. Or a QuantizedArray of this shape, such as
         quantize(w, scaling="row", axis=-2), with transpose_w axis=-1: then precision is "fp8". Its values are not
         rounded again in the forward; [G, N, K] needs no copy. The gradient of x rounds them again, with scales for the
         rows of w.
       group_sizes: [G], integers. Sizes below 0 count as 0. If the sum is above M, the groups end at row M.
-      bias: [G, N], in x's dtype or float32.
+      bias: [G, N], in x's dtype or float32; if x has 8 bits, in bfloat16, float16 or float32.
       activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise jnp function of
         float32. It may not close over traced arrays.
       gather_indices: [M], integers, with x [T, K]: row i of the call is x[gather_indices[i]], and 0 for an index
         outside of x. The Triton kernels read these rows from x and make no copy of them. The gradient of a row of x is
         summed in float32.
       transpose_w: whether w is [G, N, K].
-      out_dtype: bfloat16, float16 or float32; None is x's dtype.
+      out_dtype: bfloat16, float16 or float32; None is x's dtype, or bfloat16 if x has 8 bits.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all inputs, "fp8", "bf16" or
         "fp16": x and w are first rounded to it. None is x's dtype.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
@@ -88,7 +89,7 @@ def grouped_matmul(
       ValueError: shapes do not fit together, a value is out of range, or x's rows or the groups are sharded over
         Explicit mesh axes.
       NotImplementedError: a named implementation cannot serve this call (the message has the reason); the GPU has no
-        8-bit matmuls, and no implementation is named; or 8-bit weights or their scales are differentiated.
+        8-bit matmuls, and no implementation is named; or 8-bit arrays or their scales are differentiated.
 
     Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (2022), arXiv:2211.15841.
     """
@@ -104,7 +105,7 @@ def grouped_matmul(
         precision=precision,
         implementation=implementation,
     )
-    return _run(OP, request, inputs, options, implementation, moving=("x", "w"))
+    return _run(OP, request, inputs, options, implementation)
 
 
 @with_plain_numbers("transpose_w")
@@ -112,7 +113,7 @@ def grouped_matmul(
 @under_defaults
 @jax.named_scope("grouped_gated_matmul")
 def grouped_gated_matmul(
-    x: Float[Array, "M K"] | Float[Array, "T K"],
+    x: Float[Array, "M K"] | Float[Array, "T K"] | QuantizedArray,
     w_gate: Float[Array, "G K N"] | Float[Array, "G N K"] | QuantizedArray,
     w_up: Float[Array, "G K N"] | Float[Array, "G N K"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
@@ -140,14 +141,14 @@ def grouped_gated_matmul(
     if they were one array [M, 2 N], and so do the rows of both weights.
 
     Args:
-      x: [M, K], bfloat16, float16 or float32.
+      x: [M, K], bfloat16, float16 or float32; or a QuantizedArray, as in grouped_matmul.
       w_gate, w_up: [G, K, N] in x's dtype; [G, N, K] with transpose_w. Both have one shape. Or two QuantizedArrays with
         one dtype of values, as in grouped_matmul.
       group_sizes: [G], integers, as in grouped_matmul.
       activation: a name, or an elementwise jnp function of float32, as grouped_matmul takes it.
       gather_indices: [M], integers, with x [T, K], as in grouped_matmul.
       transpose_w: whether w_gate and w_up are [G, N, K].
-      out_dtype: bfloat16, float16 or float32; None is x's dtype.
+      out_dtype: bfloat16, float16 or float32; None is x's dtype, or bfloat16 if x has 8 bits.
       precision: None, "fp32", "tf32", "bf16", "fp16" or "fp8", as in grouped_matmul.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
         has derivatives in forward mode (jax.jvp) and second derivatives.
@@ -160,7 +161,7 @@ def grouped_gated_matmul(
       ValueError: shapes do not fit together, a value is out of range, or x's rows or the groups are sharded over
         Explicit mesh axes.
       NotImplementedError: a named implementation cannot serve this call (the message has the reason); the GPU has no
-        8-bit matmuls, and no implementation is named; or 8-bit weights or their scales are differentiated.
+        8-bit matmuls, and no implementation is named; or 8-bit arrays or their scales are differentiated.
 
     Sources: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202; Gale et al., "MegaBlocks: Efficient
     Sparse Training with Mixture-of-Experts" (2022), arXiv:2211.15841.
@@ -177,7 +178,7 @@ def grouped_gated_matmul(
         precision=precision,
         implementation=implementation,
     )
-    return _run(GATED, request, inputs, options, implementation, moving=("x", "w", "w_up"))
+    return _run(GATED, request, inputs, options, implementation)
 
 
 def _run(
@@ -186,9 +187,10 @@ def _run(
     inputs: GroupedInputs,
     options: GroupedOptions,
     implementation: str | None,
-    moving: tuple[str, ...],
 ) -> jax.Array:
-    """out [M, N] of a checked call. moving: the fields of inputs whose gradients tuning times."""
+    """out [M, N] of a checked call. Tuning times the gradients of x and the weights that do not have 8 bits."""
+    given = {"x": inputs.x_scale, "w": inputs.w_scale, "w_up": inputs.w_up_scale}
+    moving = tuple(name for name, scale in given.items() if getattr(inputs, name) is not None and scale is None)
     inputs = as_varying(inputs, varying_axes(inputs))
     call = op.call(request, options, implementation)
     rows = request.m // max(request.groups, 1) if isinstance(request.m, int) else 0

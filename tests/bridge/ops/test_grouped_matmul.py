@@ -195,10 +195,31 @@ def test_quantized_weights_compiled_and_under_settings():
         torch.set_float32_matmul_precision(before)
 
 
+def test_quantized_rows():
+    """x of 8 bits gives bfloat16, and the gradient of the bias."""
+    x, (bias,) = tensors((13, 64))[0].detach(), tensors((3, 16))
+    w, scale = quantized(tensors((3, 64, 16))[0].detach(), False)
+    rows, x_scale = bridge.quantize(x, scaling="row")
+    got = bridge.grouped_matmul(rows, w, SIZES, bias=bias, x_scale=x_scale, w_scale=scale, out_dtype=torch.float32)
+    want = bridge.grouped_matmul(x, w, SIZES, bias=bias, w_scale=scale)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), bias)[0] for y in (got, want)))
+    scales = {"x_scale": x_scale, "w_gate_scale": scale, "w_up_scale": scale}
+    gated = bridge.grouped_gated_matmul(rows, w, w, SIZES, **scales)
+    assert gated.dtype == torch.bfloat16
+    plain = bridge.grouped_gated_matmul(x, w, w, SIZES, w_gate_scale=scale, w_up_scale=scale)
+    torch.testing.assert_close(gated.float(), plain, rtol=1e-2, atol=1e-2)
+
+
 VALUES, SCALE = quantized(W, False)
 WRONG_8_BITS = {
     "none": ({"w": VALUES}, ValueError, "w_scale: got None with w of dtype float8_e4m3fn, want float32 [G, N]"),
     "unneeded": ({"w_scale": SCALE}, ValueError, "w_scale: got a scale with w of dtype float32, want None"),
+    "x": (
+        {"x": VALUES[0], "w": VALUES, "w_scale": SCALE},
+        ValueError,
+        "x_scale: got None with x of dtype float8_e4m3fn",
+    ),
     "number": ({"w": VALUES, "w_scale": 1.0}, TypeError, "w_scale: got builtins.float, want a torch.Tensor"),
     "shape": ({"w": VALUES, "w_scale": SCALE[:2]}, ValueError, "w_scale: got shape (2, 6), want (3, 6)"),
     "dtype": ({"w": VALUES, "w_scale": SCALE.half()}, TypeError, "w_scale: got float16, want float32"),

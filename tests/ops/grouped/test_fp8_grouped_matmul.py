@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import chunks, dequantize, explain, grouped_gated_matmul, grouped_matmul, quantize
+from jax_kernels import chunks, dequantize, explain, grouped_gated_matmul, grouped_matmul, quantize, rms_norm
 from jax_kernels.dispatch import on_device
 from jax_kernels.testing.low_precision import fp8_grouped_matmul as cases
 from tests.support.cases import ids, tiers
@@ -34,7 +34,7 @@ def _normal(*shape, seed=0):
 
 
 X, W, GROUP_SIZES = _normal(26, 64), _normal(3, 64, 40, seed=1) / 8, jnp.asarray([11, 0, 9], jnp.int32)
-QUANTIZED = quantize(W, scaling="row", axis=-2)
+QUANTIZED, ROWS = quantize(W, scaling="row", axis=-2), quantize(X, scaling="row")
 
 
 def _relative(got, want):
@@ -110,8 +110,10 @@ def test_empty(groups, rows, depth, columns):
 
 
 WRONG = {
-    "x": ({"x": quantize(X, scaling="row")}, TypeError, "x: got a QuantizedArray, want bfloat16, float16 or float32"),
-    "x_bits": ({"x": QUANTIZED.values[0]}, TypeError, "x: got dtype float8_e4m3fn, want bfloat16, float16 or float32"),
+    "x": ({"x": ROWS}, TypeError, "w: got dtype float32 with a QuantizedArray x, want a QuantizedArray"),
+    "x_scaling": ({"x": quantize(X), "w": QUANTIZED}, ValueError, "x: got a QuantizedArray with scaling='tensor'"),
+    "x_shape": ({"x": quantize(W, scaling="row"), "w": QUANTIZED}, ValueError, "x: got shape (3, 64, 40), want [M, K]"),
+    "x_bits": ({"x": QUANTIZED.values[0]}, TypeError, "x: got dtype float8_e4m3fn, want bfloat16, float16, float32"),
     "w_bits": ({"w": QUANTIZED.values}, TypeError, "w: got dtype float8_e4m3fn, want x's dtype float32"),
     "scaling": ({"w": quantize(W)}, ValueError, "got a QuantizedArray with scaling='tensor', axis=-1, want"),
     "axis": ({"w": quantize(W, scaling="row")}, ValueError, "axis=-1, want scaling='row' and axis=-2, the summed axis"),
@@ -183,6 +185,48 @@ def test_quantized_weights_have_no_gradients():
     of_gate = jax.grad(lambda scale: gated(X, dataclasses.replace(QUANTIZED, scale=scale)))
     with pytest.raises(NotImplementedError, match="grouped_gated_matmul: weights of 8 bits have no gradients"):
         of_gate(QUANTIZED.scale)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_quantized_rows(gathers):
+    """They give the result of the call that quantizes x, in bfloat16 by default, and the gradient of the bias."""
+    bias = _normal(3, 40, seed=2)
+    how = {"gather_indices": jnp.arange(25, -1, -1)} if gathers else {}
+    call = lambda x, bias, **given: grouped_matmul(
+        x, QUANTIZED, GROUP_SIZES, bias=bias, activation="silu", **how, **given
+    )
+    got, vjp = jax.vjp(lambda bias: call(ROWS, bias, out_dtype="float32"), bias)
+    want, right = jax.vjp(lambda bias: call(X, bias), bias)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(vjp(got)[0], right(got)[0], rtol=1e-4, atol=1e-4)
+    assert call(ROWS, bias.astype(jnp.float16)).dtype == jnp.bfloat16
+    gated = grouped_gated_matmul(ROWS, QUANTIZED, QUANTIZED, GROUP_SIZES, out_dtype="float32", **how)
+    want = grouped_gated_matmul(X, QUANTIZED, QUANTIZED, GROUP_SIZES, **how)
+    np.testing.assert_allclose(gated, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="grouped_matmul: rows of 8 bits have no gradients"):
+        jax.grad(lambda scale: call(dataclasses.replace(ROWS, scale=scale), bias, out_dtype="float32").sum())(
+            ROWS.scale
+        )
+
+
+def test_rows_of_a_norm():
+    """The result of a norm that quantizes is an x."""
+    rows = rms_norm(X, quantize="e4m3")
+    want = grouped_matmul(dequantize(rows), QUANTIZED, GROUP_SIZES, out_dtype="float32")
+    got = grouped_matmul(rows, QUANTIZED, GROUP_SIZES, out_dtype="float32")
+    assert _relative(got, want) < 1e-3
+
+
+def test_plan_of_quantized_rows():
+    """The Hopper kernel takes them as they are."""
+    x, w = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16), jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16)
+    given = [jax.eval_shape(lambda y: quantize(y, scaling="row"), y) for y in (x, w)]
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    with on_device("H200"):
+        assert explain(grouped_matmul, *given, sizes, transpose_w=True).implementation == "mosaic_gpu"
+        program = str(jax.make_jaxpr(lambda *given: grouped_matmul(*given, transpose_w=True))(*given, sizes))
+    assert "grouped_matmul_sm90" in program
+    assert "quantize_rows" not in program
 
 
 def test_chunks_of_rows():

@@ -291,7 +291,7 @@ def test_triton_limits(name):
 
 WRONG = {
     "x": ({"x": X[None]}, ValueError, "x: got shape (1, 26, 8), want [M, K]"),
-    "x_dtype": ({"x": X.astype(jnp.int32)}, TypeError, "x: got dtype int32, want bfloat16, float16 or float32"),
+    "x_dtype": ({"x": X.astype(jnp.int32)}, TypeError, "x: got dtype int32, want bfloat16, float16, float32"),
     "w": ({"w": W[0]}, ValueError, "w: got shape (8, 5), want [G, K, N] with x's K = 8"),
     "w_transposed": ({"transpose_w": True}, ValueError, "w: got shape (3, 8, 5), want [G, N, K] with x's K = 8"),
     "w_dtype": ({"w": W.astype(jnp.bfloat16)}, TypeError, "w: got dtype bfloat16, want x's dtype float32"),
