@@ -15,12 +15,14 @@ and "fp8 NAME, all quantized", whose x was quantized before too, as by a norm. I
 
 --sweep times other blocks, forward and gradient of the weights: of the Triton kernels as
 "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as "num_stages=3"; of the
-Hopper kernels as "mosaic_gpu:stages=3,snake=0".
+Hopper kernels as "mosaic_gpu:stages=3,snake=0". With --precision fp8 it times 8-bit calls, whose arrays were quantized
+before if there are no gradients.
 
 The exit status is 1 if a contender failed or was wrong.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -139,6 +141,12 @@ def ours(
     options |= {"precision": "tf32"} if case.dtype == "tf32" else {}
     op = grouped_gated_matmul if case.is_gated else grouped_matmul
     op = functools.partial(op, implementation=implementation, **options)
+    with with_blocks(blocks):
+        return compiled(case, sets, op)
+
+
+def with_blocks(blocks: dict[str, int] | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the block specs of grouped matmuls have these fields, by name, in both of their parts."""
     found = block_specs.grouped_row
 
     def grouped_row(*call: Any) -> Any:
@@ -146,25 +154,34 @@ def ours(
         parts = (dataclasses.replace(part, **blocks or {}) for part in (row.forward, row.weight_gradient))
         return dataclasses.replace(row, **dict(zip(("forward", "weight_gradient"), parts, strict=True))), source
 
-    with mock.patch.object(block_specs, "grouped_row", grouped_row):
-        return compiled(case, sets, op)
+    return mock.patch.object(block_specs, "grouped_row", grouped_row)
 
 
 def in_8_bits(
-    case: Case, sets: list[dict[str, Any]], implementation: str, *, known: Sequence[str] = ()
+    case: Case,
+    sets: list[dict[str, Any]],
+    implementation: str,
+    *,
+    known: Sequence[str] = (),
+    blocks: dict[str, int] | None = None,
 ) -> Callable[[int], Any]:
-    """The 8-bit call. known: the arrays, by name, that were quantized before; all weights, or none of them."""
+    """The 8-bit call. known: the arrays, by name, that were quantized before; all weights, or none of them.
+
+    blocks: as in `ours`.
+    """
     op = grouped_gated_matmul if case.is_gated else grouped_matmul
     op = functools.partial(op, precision="fp8", implementation=implementation, out_dtype=DTYPES[case.dtype])
     if case.has_epilogue:
         op = functools.partial(op, activation="silu")
     if not known:
-        return compiled(case, sets, op)
+        with with_blocks(blocks):
+            return compiled(case, sets, op)
     of_rows = jax.jit(lambda y: quantize(y, scaling="row"))
     turned = lambda name, y: y if name == "x" else y.mT
     quantized = lambda arrays: {name: jax.block_until_ready(of_rows(turned(name, arrays[name]))) for name in known}
     given = [arrays | quantized(arrays) for arrays in sets]
-    return compiled(case, given, functools.partial(op, transpose_w=True))
+    with with_blocks(blocks):
+        return compiled(case, given, functools.partial(op, transpose_w=True))
 
 
 def by_two(case: Case, sets: list[dict[str, Any]], implementation: str) -> Callable[[int], Any]:
@@ -284,7 +301,13 @@ def contenders_of(case: Case, sets: list[dict[str, Any]], args: argparse.Namespa
                 build = functools.partial(in_8_bits, case, sets, name, known=quantized)
                 add(f"fp8 {name}{ending}", "jax", build, against=in_fp8)
     for part in parts:
-        add(part, "jax", lambda part=part: ours(case, sets, _implementation(part), _blocks(part)))
+        name, blocks = _implementation(part), _blocks(part)
+        if args.precision == "fp8":
+            known = () if case.has_gradients else (*case.weights, "x")
+            build = functools.partial(in_8_bits, case, sets, name, known=known, blocks=blocks)
+            add(f"fp8 {part}", "jax", build, against=in_fp8)
+        else:
+            add(part, "jax", functools.partial(ours, case, sets, name, blocks))
     if case.has_epilogue:
         return found
     if case.gathers:
@@ -329,8 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.gated and args.epilogue:
         parser.error("--epilogue: got --gated too, want one of them: a gated unit has no bias")
-    if args.precision and (args.gather or args.sweep):
-        parser.error("--precision: got --gather or --sweep too, want none of them")
+    if args.precision and args.gather:
+        parser.error("--precision: got --gather too, want one of them")
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("sizes", args.sizes, SIZES)
     args.implementations = command_line.names("implementations", args.implementations, IMPLEMENTATIONS)

@@ -21,7 +21,7 @@ from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW
 from jax_kernels.pallas.mosaic.promotion import promoted
 from jax_kernels.pallas.mosaic.registers import zeros_stay
 
-__all__ = ["load_weights", "promoted_sums", "scaled", "with_scales_to_load"]
+__all__ = ["Scales", "load_weights", "promoted_sums", "with_scales_to_load"]
 
 
 class _Part(NamedTuple):
@@ -107,19 +107,39 @@ def promoted_sums(kernel: Kernel, wg: Index, filled: Index) -> list[list[jax.Arr
     return [[sums] for sums in found] if traits.is_gated else [found]
 
 
-def scaled(kernel: Kernel, sums: list[jax.Array], row: Index, group: Index, column: Index) -> list[jax.Array]:
-    """The sums [64, 64] of each matmul times the scales of their rows, and then of their columns.
+class Scales(NamedTuple):
+    """The scales of a warpgroup's 64 rows, and of 64 columns of each matmul's weights, in registers.
 
-    row, column: the first of them.
+    They are loaded ahead: the first ones before the matmuls, the others before the previous columns are stored.
     """
-    of_rows = plgpu.load(needed(kernel.inputs.x_scale).at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
-    first, last = (lax.broadcast_in_dim(share, sums[0].shape, [0]) for share in scale_shares(of_rows))
-    found = []
-    for total, scale in zip(sums, (kernel.inputs.w_scale, kernel.inputs.w_up_scale), strict=False):
-        of_w = needed(scale).at[group, pl.ds(column, COLUMNS)]
-        of_columns = plgpu.load(of_w, layout=COLUMN, optimized=False)
-        found.append(total * first * lax.broadcast_in_dim(of_columns, total.shape, [1]) * last)
-    return found
+
+    rows: jax.Array
+    columns: list[jax.Array]
+
+    @classmethod
+    def first(cls, kernel: Kernel, tile: WorkTile, row: Index) -> "Scales":
+        """Of the work tile's first 64 columns. row: the first row of the warpgroup."""
+        of_rows = plgpu.load(needed(kernel.inputs.x_scale).at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
+        return cls(rows=of_rows, columns=_of_columns(kernel, tile, 0))
+
+    def at(self, kernel: Kernel, tile: WorkTile, part: int) -> "Scales":
+        """Of the work tile's columns from part * 64 on. For a part past the last column the scales are arbitrary."""
+        return self._replace(columns=_of_columns(kernel, tile, part))
+
+    def scaled(self, sums: list[jax.Array]) -> list[jax.Array]:
+        """The sums [64, 64] of each matmul times the scales of their rows, and then of their columns."""
+        first, last = (lax.broadcast_in_dim(share, sums[0].shape, [0]) for share in scale_shares(self.rows))
+        found = []
+        for total, scale in zip(sums, self.columns, strict=True):
+            found.append(total * first * lax.broadcast_in_dim(scale, total.shape, [1]) * last)
+        return found
+
+
+def _of_columns(kernel: Kernel, tile: WorkTile, part: int) -> list[jax.Array]:
+    column = jnp.minimum(tile.column + part * COLUMNS, kernel.traits.n - COLUMNS)
+    scales = [kernel.inputs.w_scale, kernel.inputs.w_up_scale][: kernel.traits.weights]
+    views = [needed(scale).at[tile.group, pl.ds(column, COLUMNS)] for scale in scales]
+    return [plgpu.load(view, layout=COLUMN, optimized=False) for view in views]
 
 
 def with_scales_to_load(inputs: GroupedInputs) -> GroupedInputs:

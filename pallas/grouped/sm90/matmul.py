@@ -129,8 +129,11 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> N
     def _sums():
         traits = kernel.traits
         sums = (fp8.promoted_sums if traits.is_8_bit else _multiply)(kernel, wg, filled)
+        scales = fp8.Scales.first(kernel, tile, row) if traits.is_8_bit else None
         for part in range(traits.block_n // COLUMNS):
             of_part = [columns_of(x, part) for x in sums]
+            if scales is not None:
+                of_part, scales = scales.scaled(of_part), scales.at(kernel, tile, part + 1)
             _store_part(kernel, wg, tile, part, row, count, of_part)
 
     @pl.when(is_in_group & (count == 0))
@@ -205,7 +208,7 @@ def _store_part(
             values: list[Any] = [plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), WGMMA)]
             values *= len(kernel.results)
         else:
-            total, *up = fp8.scaled(kernel, sums, row, tile.group, column) if traits.is_8_bit else sums
+            total, *up = sums
             if kernel.inputs.bias is not None:
                 of_part = kernel.inputs.bias.at[tile.group, pl.ds(column, COLUMNS)]
                 bias = plgpu.load(of_part, layout=COLUMN, optimized=False)
