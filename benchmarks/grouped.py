@@ -10,16 +10,19 @@ library's calls, without peers. --gated times grouped_gated_matmul with silu, an
 library, with silu by XLA. Torch and dense are then two matmuls each. --gather reads the
 rows from an x of a fourth of the rows, by index, without peers; "copy" gathers them by XLA for the planned kernels.
 --precision fp8 adds this library's 8-bit calls, judged against XLA's 8-bit results, in the same run: "fp8 NAME", which
-quantizes x and w, and "fp8 NAME, w quantized", whose weights [G, N, K] were quantized before, forward only.
+quantizes x and the weights; and forward only "fp8 NAME, w quantized", whose weights [G, N, K] were quantized before,
+and "fp8 NAME, all quantized", whose x was quantized before too, as by a norm. It works with --gated too.
 
 --sweep times other blocks, forward and gradient of the weights: of the Triton kernels as
 "block_m,block_n,block_k,num_warps,num_stages,row_group", or only the changed fields by name, as "num_stages=3"; of the
-Hopper kernels as "mosaic_gpu:stages=3,snake=0".
+Hopper kernels as "mosaic_gpu:stages=3,snake=0". With --precision fp8 it times 8-bit calls, whose arrays were quantized
+before if there are no gradients.
 
 The exit status is 1 if a contender failed or was wrong.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -138,6 +141,12 @@ def ours(
     options |= {"precision": "tf32"} if case.dtype == "tf32" else {}
     op = grouped_gated_matmul if case.is_gated else grouped_matmul
     op = functools.partial(op, implementation=implementation, **options)
+    with with_blocks(blocks):
+        return compiled(case, sets, op)
+
+
+def with_blocks(blocks: dict[str, int] | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the block specs of grouped matmuls have these fields, by name, in both of their parts."""
     found = block_specs.grouped_row
 
     def grouped_row(*call: Any) -> Any:
@@ -145,22 +154,34 @@ def ours(
         parts = (dataclasses.replace(part, **blocks or {}) for part in (row.forward, row.weight_gradient))
         return dataclasses.replace(row, **dict(zip(("forward", "weight_gradient"), parts, strict=True))), source
 
-    with mock.patch.object(block_specs, "grouped_row", grouped_row):
-        return compiled(case, sets, op)
+    return mock.patch.object(block_specs, "grouped_row", grouped_row)
 
 
 def in_8_bits(
-    case: Case, sets: list[dict[str, Any]], implementation: str, *, quantizes_w: bool
+    case: Case,
+    sets: list[dict[str, Any]],
+    implementation: str,
+    *,
+    known: Sequence[str] = (),
+    blocks: dict[str, int] | None = None,
 ) -> Callable[[int], Any]:
-    """The 8-bit call. quantizes_w: whether the call quantizes the weights; else they were quantized before."""
-    op = functools.partial(grouped_matmul, precision="fp8", implementation=implementation)
+    """The 8-bit call. known: the arrays, by name, that were quantized before; all weights, or none of them.
+
+    blocks: as in `ours`.
+    """
+    op = grouped_gated_matmul if case.is_gated else grouped_matmul
+    op = functools.partial(op, precision="fp8", implementation=implementation, out_dtype=DTYPES[case.dtype])
     if case.has_epilogue:
         op = functools.partial(op, activation="silu")
-    if quantizes_w:
-        return compiled(case, sets, op)
-    weights = jax.jit(lambda w: quantize(w.mT, scaling="row"))
-    given = [arrays | {"w": jax.block_until_ready(weights(arrays["w"]))} for arrays in sets]
-    return compiled(case, given, functools.partial(op, transpose_w=True))
+    if not known:
+        with with_blocks(blocks):
+            return compiled(case, sets, op)
+    of_rows = jax.jit(lambda y: quantize(y, scaling="row"))
+    turned = lambda name, y: y if name == "x" else y.mT
+    quantized = lambda arrays: {name: jax.block_until_ready(of_rows(turned(name, arrays[name]))) for name in known}
+    given = [arrays | quantized(arrays) for arrays in sets]
+    with with_blocks(blocks):
+        return compiled(case, given, functools.partial(op, transpose_w=True))
 
 
 def by_two(case: Case, sets: list[dict[str, Any]], implementation: str) -> Callable[[int], Any]:
@@ -271,16 +292,22 @@ def contenders_of(case: Case, sets: list[dict[str, Any]], args: argparse.Namespa
         add(name, "jax", lambda name=name: ours(case, sets, name))
     if args.precision == "fp8":
         with gpu_among_others():
-            in_fp8 = jax.block_until_ready(in_8_bits(case, sets, "xla", quantizes_w=True)(0))
+            in_fp8 = jax.block_until_ready(in_8_bits(case, sets, "xla")(0))
         for name in args.implementations:
             if name == "triton":
                 continue  # it has no 8-bit matmuls
-            for is_whole in (True,) if case.has_gradients else (True, False):
-                label = f"fp8 {name}" if is_whole else f"fp8 {name}, w quantized"
-                build = functools.partial(in_8_bits, case, sets, name, quantizes_w=is_whole)
-                add(label, "jax", build, against=in_fp8)
+            known = {"": (), ", w quantized": case.weights, ", all quantized": (*case.weights, "x")}
+            for ending, quantized in list(known.items())[: 1 if case.has_gradients else None]:
+                build = functools.partial(in_8_bits, case, sets, name, known=quantized)
+                add(f"fp8 {name}{ending}", "jax", build, against=in_fp8)
     for part in parts:
-        add(part, "jax", lambda part=part: ours(case, sets, _implementation(part), _blocks(part)))
+        name, blocks = _implementation(part), _blocks(part)
+        if args.precision == "fp8":
+            known = () if case.has_gradients else (*case.weights, "x")
+            build = functools.partial(in_8_bits, case, sets, name, known=known, blocks=blocks)
+            add(f"fp8 {part}", "jax", build, against=in_fp8)
+        else:
+            add(part, "jax", functools.partial(ours, case, sets, name, blocks))
     if case.has_epilogue:
         return found
     if case.gathers:
@@ -325,8 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.gated and args.epilogue:
         parser.error("--epilogue: got --gated too, want one of them: a gated unit has no bias")
-    if args.precision and (args.gated or args.gather or args.sweep):
-        parser.error("--precision: got --gated, --gather or --sweep too, want none of them")
+    if args.precision and args.gather:
+        parser.error("--precision: got --gather too, want one of them")
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("sizes", args.sizes, SIZES)
     args.implementations = command_line.names("implementations", args.implementations, IMPLEMENTATIONS)

@@ -1,19 +1,70 @@
 """grouped_matmul and grouped_gated_matmul on PyTorch tensors."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from jax_kernels.bridge.interop import dtensors
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
-from jax_kernels.bridge.ops.matmul import PRECISION_SETTING, dtype_name, taken_precision, under_autocast
+from jax_kernels.bridge.ops.matmul import (
+    EIGHT_BITS,
+    PRECISION_SETTING,
+    dtype_name,
+    taken_precision,
+    under_autocast,
+    without_gradient,
+)
 from jax_kernels.bridge.translate.activations import Activation, is_kept, name_of, with_functions
 from jax_kernels.ops.grouped import grouped_matmul as ops
+from jax_kernels.quantization import QuantizedArray, checked_scale, scale_shape
 from jax_kernels.spelling import with_name_hints
 
 __all__ = ["grouped_gated_matmul", "grouped_matmul"]
 
-_grouped_matmul = JaxOp(with_functions(ops.grouped_matmul), is_opaque=True, settings=PRECISION_SETTING)
-_grouped_gated_matmul = JaxOp(with_functions(ops.grouped_gated_matmul), is_opaque=True, settings=PRECISION_SETTING)
+
+def _on_scales[Result](op: Callable[..., Result]) -> Callable[..., Result]:
+    """Returns an op of JAX arrays that takes the scales of 8-bit arrays as arguments: x_scale, and w_scale, or of a
+    gated unit w_gate_scale and w_up_scale.
+
+    op: takes QuantizedArrays. The result has op's method `plan`, wrapped in the same way. It raises ValueError for
+    8-bit arrays without scales, and for scales of other arrays.
+    """
+
+    @functools.wraps(op)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        return op(**_quantized(*args, **kwargs))
+
+    call.plan = lambda *args, **kwargs: op.plan(**_quantized(*args, **kwargs))  # type: ignore[attr-defined]
+    return call
+
+
+def _quantized(*arrays: Any, transpose_w: bool = False, **given: Any) -> dict[str, Any]:
+    """The op's arguments by name, with a QuantizedArray for each array that has a scale.
+
+    arrays: x, the weights, one or two, and group_sizes.
+    """
+    x, *weights, group_sizes = arrays
+    operands = {"x": x} | dict(zip(("w",) if len(weights) == 1 else ("w_gate", "w_up"), weights, strict=True))
+    found = {}
+    for name, y in operands.items():
+        scale, axis = given.pop(f"{name}_scale", None), -1 if transpose_w or name == "x" else -2
+        if (scale is not None) != (y.dtype.itemsize == 1):
+            axes = "[M]" if name == "x" else "[G, N]"
+            got, want = ("None", f"float32 {axes}") if scale is None else ("a scale", "None")
+            raise ValueError(f"{name}_scale: got {got} with {name} of dtype {y.dtype}, want {want}")
+        if scale is not None and y.ndim >= -axis:
+            scale = checked_scale(f"{name}_scale", scale, scale_shape(y.shape, "row", axis))
+        found[name] = y if scale is None else QuantizedArray(values=y, scale=scale, scaling="row", axis=axis)
+    return found | given | {"group_sizes": group_sizes, "transpose_w": transpose_w}
+
+
+_grouped_matmul = JaxOp(with_functions(_on_scales(ops.grouped_matmul)), is_opaque=True, settings=PRECISION_SETTING)
+_grouped_gated_matmul = JaxOp(
+    with_functions(_on_scales(ops.grouped_gated_matmul)), is_opaque=True, settings=PRECISION_SETTING
+)
 
 
 @with_name_hints
@@ -24,6 +75,8 @@ def grouped_matmul(
     *,
     bias: torch.Tensor | None = None,
     activation: str | Activation | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
     transpose_w: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -36,12 +89,18 @@ def grouped_matmul(
     group. The gradients are of x, w and bias. Autocast casts x, w and bias.
 
     Args:
-      x: [M, K], bfloat16, float16 or float32, its rows sorted by group.
-      w: [G, K, N], or [G, N, K] with transpose_w, in x's dtype and on its device.
+      x: [M, K], bfloat16, float16 or float32, its rows sorted by group. Or, if w has 8 bits, values of 8 bits with
+        x_scale, as bridge.quantize(x, scaling="row") and bridge.rms_norm(quantize="e4m3") return them; x then has no
+        gradient, and out_dtype None is bfloat16.
+      w: [G, K, N], or [G, N, K] with transpose_w, in x's dtype and on its device; or values of 8 bits with w_scale, as
+        bridge.quantize(w, scaling="row", axis=-2) returns them, with transpose_w axis=-1. Then precision is "fp8". The
+        gradients are of x and bias.
       group_sizes: int32 [G], the number of rows of each group. The host does not read them: the call needs no
         synchronisation, and CUDA graphs can capture it. For the offsets that torch._grouped_mm takes, they are
         offs.diff(prepend=offs.new_zeros(1)).
       bias: [G, N], in x's dtype or float32.
+      x_scale, w_scale: float32 [M] and [G, N], the factors of x's rows and of w's columns if they have 8 bits;
+        otherwise None. They get no gradients.
       gather_indices: int32 [M], with x [T, K]: row i of the call is x[gather_indices[i]], and 0 for an index outside of
         x.
       activation, out_dtype, implementation: as in bridge.matmul.
@@ -51,13 +110,15 @@ def grouped_matmul(
     It raises the errors of jax_kernels.grouped_matmul, or of bridge.from_jax if they differ.
     """
     call = _grouped_matmul.lookup(
-        (x, w, group_sizes, bias, gather_indices), (activation, transpose_w, out_dtype, precision, implementation)
+        (x, w, group_sizes, bias, x_scale, w_scale, gather_indices),
+        (activation, transpose_w, out_dtype, precision, implementation),
     )
     if call and call.cached:
         return call.cached(call.tensors)
     check_tensors(x=x, w=w, group_sizes=group_sizes)
-    check_optional_tensors(bias=bias, gather_indices=gather_indices)
-    tensors = {"x": x, "w": w, "group_sizes": group_sizes, "bias": bias, "gather_indices": gather_indices}
+    check_optional_tensors(bias=bias, x_scale=x_scale, w_scale=w_scale, gather_indices=gather_indices)
+    tensors = {"x": x, "w": w, "group_sizes": group_sizes, "bias": bias, "x_scale": x_scale, "w_scale": w_scale}
+    tensors["gather_indices"] = gather_indices
     if dtensors.are_in(*tensors.values()):
         own = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
         weights = (None, "columns", None) if transpose_w else (None, None, "columns")
@@ -66,6 +127,8 @@ def grouped_matmul(
             "w": weights,
             "group_sizes": (None,),
             "bias": (None, "columns"),
+            "x_scale": (None,),
+            "w_scale": (None, "columns"),
             "gather_indices": (None,),
         }
         results = ((None, "columns"),)
@@ -78,12 +141,19 @@ def grouped_matmul(
         group_sizes,
         bias=bias,
         activation=name_of(activation),
+        x_scale=without_gradient(x_scale),
+        w_scale=without_gradient(w_scale),
         gather_indices=gather_indices,
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
-        precision=taken_precision(precision, x),
+        precision=_precision(precision, x, w),
         implementation=implementation,
     )
+
+
+def _precision(precision: str | None, x: torch.Tensor, w: torch.Tensor) -> str | None:
+    """Returns taken_precision, but None for None with w of 8 bits, whose matmuls have 8 bits."""
+    return precision if w.dtype in EIGHT_BITS else taken_precision(precision, x)
 
 
 @with_name_hints
@@ -94,6 +164,9 @@ def grouped_gated_matmul(
     group_sizes: torch.Tensor,
     activation: str | Activation = "silu",
     *,
+    x_scale: torch.Tensor | None = None,
+    w_gate_scale: torch.Tensor | None = None,
+    w_up_scale: torch.Tensor | None = None,
     gather_indices: torch.Tensor | None = None,
     transpose_w: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -104,16 +177,20 @@ def grouped_gated_matmul(
 
     Returns [M, N] in out_dtype: activation(x[i] @ w_gate[g]) * (x[i] @ w_up[g]) for a row i of group g, and 0 for rows
     past the last group. The gradients are of x and both weights. The arguments are as in bridge.grouped_matmul, and
-    raise the same errors. w_gate, w_up: [G, K, N], or [G, N, K] with transpose_w.
+    raise the same errors. w_gate, w_up: [G, K, N], or [G, N, K] with transpose_w; both in x's dtype, or both of 8 bits
+    with w_gate_scale and w_up_scale, as w_scale.
     """
     call = _grouped_gated_matmul.lookup(
-        (x, w_gate, w_up, group_sizes, gather_indices), (activation, transpose_w, out_dtype, precision, implementation)
+        (x, w_gate, w_up, group_sizes, x_scale, w_gate_scale, w_up_scale, gather_indices),
+        (activation, transpose_w, out_dtype, precision, implementation),
     )
     if call and call.cached:
         return call.cached(call.tensors)
     check_tensors(x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes)
+    check_optional_tensors(x_scale=x_scale, w_gate_scale=w_gate_scale, w_up_scale=w_up_scale)
     check_optional_tensors(gather_indices=gather_indices)
     tensors = {"x": x, "w_gate": w_gate, "w_up": w_up, "group_sizes": group_sizes, "gather_indices": gather_indices}
+    tensors |= {"x_scale": x_scale, "w_gate_scale": w_gate_scale, "w_up_scale": w_up_scale}
     if dtensors.are_in(*tensors.values()):
         own = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
         weights = (None, "columns", None) if transpose_w else (None, None, "columns")
@@ -123,6 +200,9 @@ def grouped_gated_matmul(
             "w_up": weights,
             "group_sizes": (None,),
             "gather_indices": (None,),
+            "x_scale": (None,),
+            "w_gate_scale": (None, "columns"),
+            "w_up_scale": (None, "columns"),
         }
         own |= {"implementation": implementation}
         return dtensors.on_shards(grouped_gated_matmul, tensors, roles, ((None, "columns"),), own)
@@ -134,9 +214,12 @@ def grouped_gated_matmul(
         w_up,
         group_sizes,
         activation=name_of(activation),
+        x_scale=without_gradient(x_scale),
+        w_gate_scale=without_gradient(w_gate_scale),
+        w_up_scale=without_gradient(w_up_scale),
         gather_indices=gather_indices,
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
-        precision=taken_precision(precision, x),
+        precision=_precision(precision, x, w_gate),
         implementation=implementation,
     )

@@ -23,6 +23,7 @@ from jax_kernels.quantization import check_scaling
 from jax_kernels.spelling import with_name_hints
 
 __all__ = [
+    "EIGHT_BITS",
     "PRECISION_SETTING",
     "MatmulOptions",
     "check_scaling_option",
@@ -33,6 +34,7 @@ __all__ = [
     "mlp",
     "taken_precision",
     "under_autocast",
+    "without_gradient",
 ]
 
 PRECISION_SETTING = torch.get_float32_matmul_precision
@@ -41,7 +43,7 @@ _gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_opaque=Tru
 _mlp = JaxOp(with_functions(mlp_ops.mlp), is_opaque=True, settings=PRECISION_SETTING)
 type Weights = torch.Tensor | QuantizedTensor
 
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -123,8 +125,8 @@ def matmul(
         bias=bias,
         activation=name_of(activation),
         residual=residual,
-        x_scale=_without_gradient(x_scale),
-        w_scale=_without_gradient(w_scale),
+        x_scale=without_gradient(x_scale),
+        w_scale=without_gradient(w_scale),
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
         precision=taken_precision(precision, x),
@@ -185,9 +187,9 @@ def gated_matmul(
         _argument("w_up", w_up),
         activation=name_of(activation),
         residual=residual,
-        x_scale=_without_gradient(x_scale),
-        w_gate_scale=_without_gradient(w_gate_scale),
-        w_up_scale=_without_gradient(w_up_scale),
+        x_scale=without_gradient(x_scale),
+        w_gate_scale=without_gradient(w_gate_scale),
+        w_up_scale=without_gradient(w_up_scale),
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
         precision=taken_precision(precision, x),
@@ -267,7 +269,7 @@ def _on_shards(op: Callable[..., torch.Tensor], tensors: dict[str, Any], options
     for name, x in tensors.items():
         if isinstance(x, QuantizedTensor):
             raise NotImplementedError(f"{name}: got low-bit weights with a DTensor, want only DTensors")
-    is_eight = options["precision"] == "fp8" or tensors["x"].dtype in _EIGHT_BITS
+    is_eight = options["precision"] == "fp8" or tensors["x"].dtype in EIGHT_BITS
     if is_eight or any(x is not None for name, x in options.items() if name.endswith("_scale")):
         dtensors.refuse(f"{op.__name__} in 8 bits", **tensors)
     rows, of_hidden = dtensors.rows_roles(tensors["x"]), op is mlp
@@ -299,7 +301,7 @@ def _argument(name: str, w: Weights) -> torch.Tensor | Stored:
     return stored(name, w) if isinstance(w, QuantizedTensor) else w
 
 
-def _without_gradient(scale: torch.Tensor | float | None) -> torch.Tensor | float | None:
+def without_gradient(scale: torch.Tensor | float | None) -> torch.Tensor | float | None:
     """Returns a scale (x_scale, w_scale, ...) in the form that the JAX op takes, without a gradient.
 
     A tensor is detached, and one without axes is cast to float32. Another library's number becomes a Python number.
@@ -369,7 +371,7 @@ def under_autocast(*tensors: Any) -> list[Any]:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    stays = lambda x: x is None or isinstance(x, QuantizedTensor) or not x.is_floating_point() or x.dtype in _EIGHT_BITS
+    stays = lambda x: x is None or isinstance(x, QuantizedTensor) or not x.is_floating_point() or x.dtype in EIGHT_BITS
     return [x if stays(x) else x.to(dtype) for x in tensors]
 
 
@@ -398,5 +400,5 @@ def _with_wide_residual(
     is_open = isinstance(residual, torch.Tensor) and out_dtype is None
     if not is_open or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return residual, out_dtype
-    wide = torch.promote_types(torch.bfloat16 if x.dtype in _EIGHT_BITS else x.dtype, residual.dtype)
+    wide = torch.promote_types(torch.bfloat16 if x.dtype in EIGHT_BITS else x.dtype, residual.dtype)
     return (residual.to(wide), wide) if residual.is_floating_point() and wide in _NAMES else (residual, out_dtype)

@@ -15,8 +15,9 @@ class GroupedInputs(NamedTuple):
     call with x_up has no gated unit, and adds x_up @ w_up to x @ w. gather: int32 [M], without x_up: row i of the call
     is row gather[i] of x, which is [T, K]; an index outside of x gives a row of 0.
 
-    x_scale, w_scale: float32, the factors of 8-bit operands, see GroupedOptions.scaling: one for each row of x, and for
-    each column of each group's weights.
+    x_scale, w_scale, w_up_scale: float32, the factors of 8-bit operands, see GroupedOptions.scaling: one for each row
+    of x, and for each column of each group's weights. In a call with x_up, x_scale is also the scale of x_up, and
+    w_scale is also the scale of w_up.
     """
 
     x: Float[Array, "M K"]
@@ -28,6 +29,7 @@ class GroupedInputs(NamedTuple):
     gather: Int32[Array, " M"] | None = None
     x_scale: Float32[Array, " M"] | None = None
     w_scale: Float32[Array, "G N"] | None = None
+    w_up_scale: Float32[Array, "G N"] | None = None
 
     @property
     def rows(self) -> int:

@@ -34,17 +34,20 @@ def grouped_matmul(inputs: GroupedInputs, options: GroupedOptions) -> GroupedRes
         group = jnp.minimum(tile.group, groups - 1)
         axes = 1, 1 if options.transpose_w else 0
         multiply: Any = lambda x, w: _dot(_rows(x, tile, block, inputs.gather), w[group], axes, options)
+
+        def scaled(z: Any, w_scale: Any) -> Any:
+            if inputs.x_scale is None or w_scale is None:
+                return z
+            first, last = scale_shares(_rows(inputs.x_scale[:, None], tile, block, inputs.gather))
+            return in_turn(z, first, w_scale[group], last)
+
         z = multiply(inputs.x, inputs.w)
-        if inputs.x_scale is not None and inputs.w_scale is not None:
-            of_rows = _rows(inputs.x_scale[:, None], tile, block, inputs.gather)
-            first, last = scale_shares(of_rows)
-            z = in_turn(z, first, inputs.w_scale[group], last)
-        z = z if inputs.x_up is None else z + multiply(inputs.x_up, inputs.w_up)
+        z = scaled(z if inputs.x_up is None else z + multiply(inputs.x_up, inputs.w_up), inputs.w_scale)
         z = z if inputs.bias is None else z + inputs.bias[group][None].astype(jnp.float32)
         out: Any = z if options.activation is None else options.activation(z)
         up: Any = None
         if inputs.is_gated:
-            up = multiply(inputs.x, inputs.w_up)
+            up = scaled(multiply(inputs.x, inputs.w_up), inputs.w_up_scale)
             out = out * up
         return [y.astype(options.out_dtype) for y in (out, z, up)[: _count(inputs, options)]]
 

@@ -1,5 +1,6 @@
 """benchmarks/grouped.py: its cases and its output."""
 
+import dataclasses
 import json
 
 import grouped as benchmark
@@ -34,6 +35,12 @@ def test_blocks_override_the_plan(monkeypatch):
         benchmark.ours(case, [arrays], "triton", benchmark._blocks("num_warps=2,block_m=32"))
         part = "mosaic_gpu:row_group=3,snake=0"
         benchmark.ours(case, [arrays], benchmark._implementation(part), benchmark._blocks(part))
+        in_8_bits = dataclasses.replace(case, k=128, has_gradients=False)
+        arrays |= {"x": jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)}
+        arrays |= {"w": jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16)}
+        for stages in (2, 3):
+            benchmark.in_8_bits(in_8_bits, [arrays], "mosaic_gpu", blocks={"stages": stages})
+    assert programs[2] != programs[3]
     assert programs[0].count("num_warps=2") == 3
     assert programs[1].count("grouped_matmul_sm90") >= 2
     assert benchmark._blocks(part) == {"row_group": 3, "snake": 0}
@@ -52,6 +59,7 @@ def test_blocks_override_the_plan(monkeypatch):
         "--gated --with-gradients",
         "--gather --with-gradients",
         "--precision fp8",
+        "--precision fp8 --gated",
     ],
 )
 def test_runs(tmp_path, monkeypatch, without_gpu, words):
@@ -66,8 +74,8 @@ def test_runs(tmp_path, monkeypatch, without_gpu, words):
     if "gated" in words:
         peers = {"two": "unavailable", "ragged_dot": "unavailable", "dense": "ok"}
     if "fp8" in words:
-        peers |= {"fp8 mosaic_gpu": "unavailable", "fp8 mosaic_gpu, w quantized": "unavailable"}
-        peers |= {"fp8 xla": "ok", "fp8 xla, w quantized": "ok"}
+        for ending in ("", ", w quantized", ", all quantized"):
+            peers |= {f"fp8 mosaic_gpu{ending}": "unavailable", f"fp8 xla{ending}": "ok"}
     if "gather" in words:
         peers = {"copy": "ok"}
     for row in rows:

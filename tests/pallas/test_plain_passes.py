@@ -14,6 +14,7 @@ from jax_kernels.masks.ranked_mask import Ranked
 from jax_kernels.ops.attention import implementations
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.matmul import fp8
+from jax_kernels.ops.matmul.quantized_rows import quantized_rows
 from jax_kernels.ops.normalization import implementations as norms
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.pallas.attention.passes import (
@@ -31,6 +32,7 @@ from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.pallas.matmul.triton import matmul
 from jax_kernels.pallas.matmul.triton.state import Sums
 from jax_kernels.pallas.triton import backend
+from jax_kernels.quantization import FORMATS
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference import chunked_attention
 from jax_kernels.reference import normalization as norm_reference
@@ -101,6 +103,16 @@ def test_both_ways_in_8_bits(both, scaling):
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=0.13)
         assert (x == y).mean() > 0.98
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantized_rows(both, format):
+    x = normal(2, 30, 200)
+    call = PlannedCall("mosaic_gpu", None, None, True)
+    got, want = both(lambda: dataclasses.astuple(quantized_rows(call, x, format))[:2])
+    for y, right in zip(got, want, strict=True):
+        np.testing.assert_allclose(y, right, rtol=0.25)
+        assert (y == right).mean() > 0.98
 
 
 @dataclasses.dataclass(frozen=True)

@@ -173,12 +173,13 @@ def _gathered(implementation: str) -> Call:
     return Call(function=multiply, shapes=(_shape(100, 128), _shape(4, 128, 320)))
 
 
-def _grouped_gated(implementation: str) -> Call:
+def _grouped_gated(implementation: str, columns: int = 320, precision: str | None = None) -> Call:
     def multiply(x: Any, w_gate: Any, w_up: Any) -> Any:
         sizes = jnp.asarray([70, 0, 13, 200], jnp.int32)
-        return jk.grouped_gated_matmul(x, w_gate, w_up, sizes, implementation=implementation)
+        how = {"implementation": implementation, "precision": precision}
+        return jk.grouped_gated_matmul(x, w_gate, w_up, sizes, **how)
 
-    return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, 320), _shape(4, 128, 320)))
+    return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, columns), _shape(4, 128, columns)))
 
 
 def _cross_entropy(implementation: str, reduction: str, depth: int = 72, vocabulary: int = 333) -> Call:
@@ -286,6 +287,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "hopper grouped": lambda: _grouped(HOPPER),
     "hopper grouped fp8": lambda: _grouped(HOPPER, 384, "fp8"),
     "hopper grouped gated": lambda: _grouped_gated(HOPPER),
+    "hopper grouped gated fp8": lambda: _grouped_gated(HOPPER, 384, "fp8"),
     "hopper int4": lambda: _low_bit(HOPPER, "int4", 4),
     "hopper mxfp8": lambda: _low_bit(HOPPER, "mxfp8", 16),
     "hopper rms_norm 37 x 4096": lambda: _norm("rms_norm", HOPPER, 37, 4096),

@@ -1,7 +1,6 @@
 """The checks of grouped_matmul's and grouped_gated_matmul's arguments."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,31 +15,26 @@ from jax_kernels.ops.matmul import fp8
 from jax_kernels.ops.matmul.checks import PRECISIONS, ROUNDED, checked_activation, checked_out_dtype, told_as
 from jax_kernels.quantization import QuantizedArray, checked_scale, scale_shape
 
-__all__ = ["check", "check_gated"]
-
-GATED_PRECISIONS = tuple(name for name in PRECISIONS if name != "fp8")
+__all__ = ["check", "check_gated", "refuse_quantized"]
 
 
-def check(**arguments: Any) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:
-    """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents."""
-    return _check(PRECISIONS, **arguments)
-
-
-def _check(
-    precisions, *, x, w, group_sizes, bias=None, activation=None, gather_indices=None, transpose_w=False,
+def check(
+    *, x, w, group_sizes, bias=None, activation=None, gather_indices=None, transpose_w=False,
     out_dtype=None, precision=None, implementation=None,
 ) -> tuple[GroupedRequest, GroupedInputs, GroupedOptions]:  # fmt: skip
-    """(request, arrays, options) of a call. precisions: the names that `precision` may have.
+    """(request, arrays, options) of a grouped_matmul call. Raises the errors that grouped_matmul documents.
 
-    In the arrays, x and w are rounded if precision is "bf16" or "fp16", and group_sizes is int32. A QuantizedArray w is
+    In the arrays, x and w are rounded if precision is "bf16" or "fp16", and group_sizes is int32. QuantizedArrays are
     taken apart into values and scales.
     """
     checks.check_flags(transpose_w=transpose_w)
     checks.check_names(precision=precision, implementation=implementation)
-    w, w_scale = _taken_apart(w, transpose_w)
-    x, w = _checked_operands(x, w, transpose_w, is_quantized=w_scale is not None)
-    given, groups, columns = x.dtype, w.shape[0], w.shape[1 if transpose_w else 2]
-    precision = _checked_precision(precision, precisions, x.dtype, w.dtype)
+    x, x_scale = _taken_apart("x", x, ["M", "K"], axis=-1)
+    w, w_scale = _taken_apart("w", w, _weight_axes(transpose_w), axis=-1 if transpose_w else -2)
+    x, w = _checked_operands(x, w, x_scale, w_scale, transpose_w)
+    given = jnp.dtype(jnp.bfloat16) if x_scale is not None else x.dtype
+    groups, columns = w.shape[0], w.shape[1 if transpose_w else 2]
+    precision = _checked_precision(precision, x.dtype, w.dtype)
     if precision == "fp8":
         fp8.check_device(dispatch.target_device(x), implementation)
     if precision in ROUNDED:
@@ -59,6 +53,7 @@ def _check(
         group_sizes=_checked_sizes(group_sizes, groups, (x if gather is None else gather).shape[0]),
         bias=None if bias is None else _checked_bias(bias, x.dtype, (groups, columns)),
         gather=gather,
+        x_scale=x_scale,
         w_scale=w_scale,
     )
     return request_of(options, inputs, dispatch.target_device(x)), inputs, options
@@ -71,76 +66,91 @@ def check_gated(
 
     In the arrays, w is w_gate. options: the other arguments of grouped_gated_matmul, by name.
     """
-    _refuse_quantized(w_gate=w_gate, w_up=w_up)
-    w_gate, w_up = checks.checked_array("w_gate", w_gate), checks.checked_array("w_up", w_up)
+    kinds = [isinstance(w, QuantizedArray) for w in (w_gate, w_up)]
+    if kinds[0] != kinds[1]:
+        got, want = ("quantized weights" if kind else "unquantized weights" for kind in kinds[::-1])
+        raise TypeError(f"w_up: got {got}, want {want}, as w_gate")
+    with told_as("w_gate"):
+        arrays = {"x": x, "w": w_gate, "group_sizes": group_sizes}
+        request, inputs, found = check(**arrays, activation=activation, **options)
+    w_up, scale = _taken_apart("w_up", w_up, _weight_axes(found.transpose_w), axis=-1 if found.transpose_w else -2)
+    dtypes = *checks.DTYPES, *fp8.DTYPES
+    w_gate = getattr(w_gate, "values", w_gate)
+    w_gate, w_up = checks.checked_array("w_gate", w_gate, dtypes), checks.checked_array("w_up", w_up, dtypes)
     if (w_up.shape, w_up.dtype) != (w_gate.shape, w_gate.dtype):
         got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
         raise ValueError(f"w_up: got {got}, want w_gate's dtype and shape: {want}")
-    with told_as("w_gate"):
-        arrays = {"x": x, "w": w_gate, "group_sizes": group_sizes}
-        request, inputs, found = _check(GATED_PRECISIONS, **arrays, activation=activation, **options)
     w_up = checks.converted(w_up, inputs.w.dtype) if w_up.dtype != inputs.w.dtype else w_up
     request = dataclasses.replace(request, op="grouped_gated_matmul", is_gated=True)
-    return request, inputs._replace(w_up=w_up), found
+    return request, inputs._replace(w_up=w_up, w_up_scale=scale), found
 
 
-def _refuse_quantized(**arrays: Any) -> None:
+def refuse_quantized(**arrays: Any) -> None:
     """Raises TypeError for a QuantizedArray."""
     for name, y in arrays.items():
         if isinstance(y, QuantizedArray):
-            raise TypeError(f"{name}: got a QuantizedArray, want bfloat16, float16 or float32; matmul takes these")
+            raise TypeError(f"{name}: got a QuantizedArray, want bfloat16, float16 or float32")
 
 
-def _taken_apart(w: Any, transpose_w: bool) -> tuple[Any, Any]:
-    """(values, scales [G, N]) of a QuantizedArray w in 8 bits; (w, None) of another w. Raises TypeError or ValueError.
+def _weight_axes(transpose_w: bool) -> list[str]:
+    """The names of the weights' axes."""
+    return ["G", "N", "K"] if transpose_w else ["G", "K", "N"]
 
-    The QuantizedArray has a scale for each column of each group's weights.
+
+def _taken_apart(name: str, x: Any, axes: list[str], axis: int) -> tuple[Any, Any]:
+    """(values, scales) of a QuantizedArray in 8 bits; (x, None) of another x. Raises TypeError or ValueError.
+
+    The QuantizedArray has a scale for all values along K: for each row of x, or each column of each group's weights.
+    name: of the argument, in messages. axes: the names of its axes. axis: of K.
     """
-    if not isinstance(w, QuantizedArray) or w.layout is not None:
-        return w, None
-    axis = -1 if transpose_w else -2
-    if (w.scaling, w.axis) != ("row", axis):
-        got = f"scaling={w.scaling!r}, axis={w.axis}"
-        raise ValueError(f"w: got a QuantizedArray with {got}, want scaling='row' and axis={axis}, the summed axis")
-    if w.ndim != 3:
-        raise ValueError(f"w: got shape {w.shape}, want {'[G, N, K]' if transpose_w else '[G, K, N]'}")
-    return w.values, checked_scale("w.scale", w.scale, scale_shape(w.shape, "row", axis))
+    if not isinstance(x, QuantizedArray):
+        return x, None
+    if x.layout is not None:
+        want = "bfloat16, float16, float32 or a QuantizedArray of 8-bit floats"
+        raise TypeError(f"{name}: got a QuantizedArray in {x.layout.format!r}, want {want}; matmul takes these")
+    if (x.scaling, x.axis) != ("row", axis):
+        got = f"a QuantizedArray with scaling={x.scaling!r}, axis={x.axis}"
+        raise ValueError(f"{name}: got {got}, want scaling='row' and axis={axis}, the summed axis")
+    if x.ndim != len(axes):
+        raise ValueError(f"{name}: got shape {x.shape}, want [{', '.join(axes)}]")
+    return x.values, checked_scale(f"{name}.scale", x.scale, scale_shape(x.shape, "row", axis))
 
 
-def _checked_operands(x: Any, w: Any, transpose_w: bool, is_quantized: bool) -> tuple[Any, Any]:
+def _checked_operands(x: Any, w: Any, x_scale: Any, w_scale: Any, transpose_w: bool) -> tuple[Any, Any]:
     """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError.
 
-    is_quantized: whether w has 8 bits, and scales.
+    x_scale, w_scale: the scales of 8-bit values, or None.
     """
-    _refuse_quantized(x=x, w=w)
-    x, w = checks.checked_array("x", x), checks.checked_array("w", w, (*checks.DTYPES, *fp8.DTYPES))
-    if x.dtype not in checks.DTYPES:
-        raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")
-    if w.dtype != x.dtype and not is_quantized:
+    x, w = (checks.checked_array(name, y, (*checks.DTYPES, *fp8.DTYPES)) for name, y in (("x", x), ("w", w)))
+    if x.dtype not in checks.DTYPES and x_scale is None:
+        raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16, float32 or a QuantizedArray")
+    if x_scale is not None and w_scale is None:
+        raise TypeError(f"w: got dtype {w.dtype} with a QuantizedArray x, want a QuantizedArray")
+    if w.dtype != x.dtype and w_scale is None:
         raise TypeError(f"w: got dtype {w.dtype}, want x's dtype {x.dtype}")
-    want = "[G, N, K]" if transpose_w else "[G, K, N]"
     if x.ndim != 2:
         raise ValueError(f"x: got shape {x.shape}, want [M, K]")
     if w.ndim != 3 or w.shape[2 if transpose_w else 1] != x.shape[1]:
-        raise ValueError(f"w: got shape {w.shape}, want {want} with x's K = {x.shape[1]}")
+        want = ", ".join(_weight_axes(transpose_w))
+        raise ValueError(f"w: got shape {w.shape}, want [{want}] with x's K = {x.shape[1]}")
     return x, w
 
 
-def _checked_precision(precision: str | None, precisions: Sequence[str], dtype: Any, of_w: Any) -> str | None:
+def _checked_precision(precision: str | None, dtype: Any, of_w: Any) -> str | None:
     """The precision of a call. Raises ValueError.
 
-    precision: the argument, one of `precisions`; None becomes "fp8" for 8-bit weights, and else "fp32" for float32.
+    precision: the argument, one of PRECISIONS; None becomes "fp8" for 8-bit weights, and else "fp32" for float32.
     dtype: x's. of_w: w's.
     """
     names = lambda found: ", ".join(map(repr, found))
-    if precision not in (None, *precisions):
-        raise ValueError(f"precision: got {precision!r}, want {names(precisions)} or None")
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"precision: got {precision!r}, want {names(PRECISIONS)} or None")
     if of_w in fp8.DTYPES:
         if precision not in (None, "fp8"):
             raise ValueError(f"precision: got {precision!r} with w of dtype {of_w}, want 'fp8' or None")
         return "fp8"
     if precision in ("fp32", "tf32") and dtype != jnp.float32:
-        rest = [name for name in precisions if name not in ("fp32", "tf32")]
+        rest = [name for name in PRECISIONS if name not in ("fp32", "tf32")]
         raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want {names(rest)} or None")
     return "fp32" if precision is None and dtype == jnp.float32 else precision
 
@@ -182,7 +192,7 @@ def _checked_indices(indices: Any, rows: int) -> Any:
 def _checked_bias(bias: Any, dtype: Any, shape: tuple[int, int]) -> Any:
     """The bias [G, N] as a jax.Array. dtype: x's. Raises TypeError or ValueError for a bad dtype or shape."""
     bias = checks.checked_array("bias", bias)
-    if bias.dtype not in (dtype, jnp.dtype(jnp.float32)):
+    if dtype in checks.DTYPES and bias.dtype not in (dtype, jnp.dtype(jnp.float32)):
         raise TypeError(f"bias: got dtype {bias.dtype}, want x's dtype {dtype}, or float32")
     if bias.shape != shape:
         raise ValueError(f"bias: got shape {bias.shape}, want [G, N] = {shape}")

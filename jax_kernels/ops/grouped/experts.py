@@ -18,7 +18,7 @@ from jax_kernels.chunks import Need
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.inputs.matmul import in_range
 from jax_kernels.ops.grouped import gradients
-from jax_kernels.ops.grouped.checks import check_gated
+from jax_kernels.ops.grouped.checks import check_gated, refuse_quantized
 from jax_kernels.ops.grouped.implementations import GATED
 from jax_kernels.ops.matmul.gradients import epilogue_gradients
 from jax_kernels.ops.matmul.mlp import RESIDUALS
@@ -59,6 +59,7 @@ def gated_experts(
     A policy of jax.checkpoint finds the results of the first matmuls by the names "mlp_gate" and "mlp_up". The
     arguments are as in grouped_gated_matmul, and raise the same errors.
     """
+    refuse_quantized(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     request, first, options = check_gated(
         x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes, activation=activation, implementation=implementation
     )

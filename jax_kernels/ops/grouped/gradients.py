@@ -155,7 +155,7 @@ def of_rows(inputs: GroupedInputs, part: slice) -> GroupedInputs:
     if part == slice(None):
         return inputs
     ends = jnp.clip(group_offsets(inputs.group_sizes, inputs.rows), part.start, part.stop)
-    moving = ("x", "x_up") if inputs.gather is None else ("gather",)
+    moving = ("x", "x_up", "x_scale") if inputs.gather is None else ("gather",)
     arrays = {name: x[part] for name in moving if (x := getattr(inputs, name)) is not None}
     return inputs._replace(group_sizes=jnp.diff(ends).astype(inputs.group_sizes.dtype), **arrays)
 

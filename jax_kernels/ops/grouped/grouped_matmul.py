@@ -25,7 +25,7 @@ __all__ = ["grouped_gated_matmul", "grouped_matmul"]
 @under_defaults
 @jax.named_scope("grouped_matmul")
 def grouped_matmul(
-    x: Float[Array, "M K"] | Float[Array, "T K"],
+    x: Float[Array, "M K"] | Float[Array, "T K"] | QuantizedArray,
     w: Float[Array, "G K N"] | Float[Array, "G N K"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
@@ -55,25 +55,27 @@ def grouped_matmul(
     axis=-2) do: with a float32 scale for each row of x, and for each column of each group's weights. Gradients treat
     rounding as the identity. The gradient of x is an 8-bit matmul of the cotangent in e5m2, with a scale for each row,
     and of w, with a scale for each of its rows. The gradient of w is a 16-bit matmul of values that are not rounded to
-    8 bits, in bfloat16 for float32 x.
+    8 bits, in bfloat16 for float32 x. Before it is rounded to e5m2, the cotangent is rounded to out_dtype.
 
     The gradient of w sums each group's rows in float32. With an activation, the forward of a differentiated call also
     saves x @ w + bias, in out_dtype, and the backward takes the activation's derivative at this value.
 
     Args:
-      x: [M, K], bfloat16, float16 or float32.
+      x: [M, K], bfloat16, float16 or float32. Or, if w is a QuantizedArray, one too: quantize(x, scaling="row"), or the
+        result of rms_norm and layer_norm with quantize="e4m3". Its values are not rounded again, and have no gradients.
       w: [G, K, N] in x's dtype; [G, N, K] with transpose_w. Or a QuantizedArray of this shape, such as
-        quantize(w, scaling="row", axis=-2), with transpose_w axis=-1: then precision is "fp8", and the call has no
-        gradients. Its values are not rounded again; [G, N, K] needs no copy.
+        quantize(w, scaling="row", axis=-2), with transpose_w axis=-1: then precision is "fp8". Its values are not
+        rounded again in the forward; [G, N, K] needs no copy. The gradient of x rounds them again, with scales for the
+        rows of w.
       group_sizes: [G], integers. Sizes below 0 count as 0. If the sum is above M, the groups end at row M.
-      bias: [G, N], in x's dtype or float32.
+      bias: [G, N], in x's dtype or float32; if x has 8 bits, in bfloat16, float16 or float32.
       activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise jnp function of
         float32. It may not close over traced arrays.
       gather_indices: [M], integers, with x [T, K]: row i of the call is x[gather_indices[i]], and 0 for an index
         outside of x. The Triton kernels read these rows from x and make no copy of them. The gradient of a row of x is
         summed in float32.
       transpose_w: whether w is [G, N, K].
-      out_dtype: bfloat16, float16 or float32; None is x's dtype.
+      out_dtype: bfloat16, float16 or float32; None is x's dtype, or bfloat16 if x has 8 bits.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all inputs, "fp8", "bf16" or
         "fp16": x and w are first rounded to it. None is x's dtype.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
@@ -87,7 +89,7 @@ def grouped_matmul(
       ValueError: shapes do not fit together, a value is out of range, or x's rows or the groups are sharded over
         Explicit mesh axes.
       NotImplementedError: a named implementation cannot serve this call (the message has the reason); the GPU has no
-        8-bit matmuls, and no implementation is named; or a gradient of 8-bit weights is taken.
+        8-bit matmuls, and no implementation is named; or 8-bit arrays or their scales are differentiated.
 
     Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (2022), arXiv:2211.15841.
     """
@@ -103,7 +105,7 @@ def grouped_matmul(
         precision=precision,
         implementation=implementation,
     )
-    return _run(OP, request, inputs, options, implementation, moving=("x", "w"))
+    return _run(OP, request, inputs, options, implementation)
 
 
 @with_plain_numbers("transpose_w")
@@ -111,9 +113,9 @@ def grouped_matmul(
 @under_defaults
 @jax.named_scope("grouped_gated_matmul")
 def grouped_gated_matmul(
-    x: Float[Array, "M K"] | Float[Array, "T K"],
-    w_gate: Float[Array, "G K N"] | Float[Array, "G N K"],
-    w_up: Float[Array, "G K N"] | Float[Array, "G N K"],
+    x: Float[Array, "M K"] | Float[Array, "T K"] | QuantizedArray,
+    w_gate: Float[Array, "G K N"] | Float[Array, "G N K"] | QuantizedArray,
+    w_up: Float[Array, "G K N"] | Float[Array, "G N K"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     activation: str | Callable[[jax.Array], jax.Array] = "silu",
     *,
@@ -134,15 +136,20 @@ def grouped_gated_matmul(
     forward of a differentiated call also saves the results of the two matmuls, in out_dtype. One launch computes the
     gradient of x, and adds both of its matmuls in float32.
 
+    precision="fp8" is as in grouped_matmul: x has a scale for each row, and w_gate and w_up have a scale for each
+    column of each group's weights. In the gradient of x the cotangents of both matmuls share a scale for each row, as
+    if they were one array [M, 2 N], and so do the rows of both weights.
+
     Args:
-      x: [M, K], bfloat16, float16 or float32.
-      w_gate, w_up: [G, K, N] in x's dtype; [G, N, K] with transpose_w. Both have one shape.
+      x: [M, K], bfloat16, float16 or float32; or a QuantizedArray, as in grouped_matmul.
+      w_gate, w_up: [G, K, N] in x's dtype; [G, N, K] with transpose_w. Both have one shape. Or two QuantizedArrays with
+        one dtype of values, as in grouped_matmul.
       group_sizes: [G], integers, as in grouped_matmul.
       activation: a name, or an elementwise jnp function of float32, as grouped_matmul takes it.
       gather_indices: [M], integers, with x [T, K], as in grouped_matmul.
       transpose_w: whether w_gate and w_up are [G, N, K].
-      out_dtype: bfloat16, float16 or float32; None is x's dtype.
-      precision: None, "fp32", "tf32", "bf16" or "fp16", as in grouped_matmul.
+      out_dtype: bfloat16, float16 or float32; None is x's dtype, or bfloat16 if x has 8 bits.
+      precision: None, "fp32", "tf32", "bf16", "fp16" or "fp8", as in grouped_matmul.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
         has derivatives in forward mode (jax.jvp) and second derivatives.
 
@@ -153,7 +160,8 @@ def grouped_gated_matmul(
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, a value is out of range, or x's rows or the groups are sharded over
         Explicit mesh axes.
-      NotImplementedError: a named implementation cannot serve this call; the message has the reason.
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason); the GPU has no
+        8-bit matmuls, and no implementation is named; or 8-bit arrays or their scales are differentiated.
 
     Sources: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202; Gale et al., "MegaBlocks: Efficient
     Sparse Training with Mixture-of-Experts" (2022), arXiv:2211.15841.
@@ -170,7 +178,7 @@ def grouped_gated_matmul(
         precision=precision,
         implementation=implementation,
     )
-    return _run(GATED, request, inputs, options, implementation, moving=("x", "w", "w_up"))
+    return _run(GATED, request, inputs, options, implementation)
 
 
 def _run(
@@ -179,9 +187,10 @@ def _run(
     inputs: GroupedInputs,
     options: GroupedOptions,
     implementation: str | None,
-    moving: tuple[str, ...],
 ) -> jax.Array:
-    """out [M, N] of a checked call. moving: the fields of inputs whose gradients tuning times."""
+    """out [M, N] of a checked call. Tuning times the gradients of x and the weights that do not have 8 bits."""
+    given = {"x": inputs.x_scale, "w": inputs.w_scale, "w_up": inputs.w_up_scale}
+    moving = tuple(name for name, scale in given.items() if getattr(inputs, name) is not None and scale is None)
     inputs = as_varying(inputs, varying_axes(inputs))
     call = op.call(request, options, implementation)
     rows = request.m // max(request.groups, 1) if isinstance(request.m, int) else 0

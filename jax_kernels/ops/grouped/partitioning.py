@@ -38,6 +38,7 @@ def shared_matmul(
         of_x = None, DEPTH
         axes: dict[str, Any] = {"x": of_x, "w": of_w, "group_sizes": (None,), "bias": (None, COLUMNS)}
         axes |= {"w_up": of_w, "x_up": of_x, "gather": (None,), "x_scale": (None,), "w_scale": (None, COLUMNS)}
+        axes["w_up_scale"] = None, COLUMNS
         shares = Shares(
             arguments=[axes[name] for name, y in inputs._asdict().items() if y is not None],
             results=lambda result: [(None, COLUMNS)] * len(jax.tree.leaves(result)),

@@ -51,8 +51,8 @@ def grouped_matmul(
     """Computes activation(x @ w[group] + bias[group]) * (x @ w_up[group]) on Hopper; rows past the last group are 0.
 
     A call without w_up has no second factor. With x_up, x_up @ w_up is added to x @ w instead.
-    out has 16 bits, and so has x, with N and K in multiples of 64. Or x and w have 8 bits, with transpose_w, without
-    w_up and x_up, and with K and N in multiples of 128. core_count: the number of SMs. interpret: runs the kernel in
+    out has 16 bits, and so has x, with N and K in multiples of 64. Or x and the weights have 8 bits, with transpose_w,
+    and with K and N in multiples of 128. core_count: the number of SMs. interpret: runs the kernel in
     JAX's interpreter.
     """
     traits, inputs = Traits.of(inputs, options, config), fp8.with_scales_to_load(inputs)
@@ -101,7 +101,7 @@ def _load_tile(kernel: Kernel, tile: WorkTile, filled: Index) -> None:
                 part = x_copies.at[slot, :, pl.ds(nth * ROWS, ROWS)]
                 traits.x_tiles.load(x.at[pl.ds(row, ROWS), depth], part, smem.ready.at[slot])
             if traits.is_8_bit:
-                fp8.load_weights(kernel, tile, depth, slot)
+                fp8.load_weights(kernel, weights, tile, depth, slot)
                 return
             for w, target in zip(weights, (smem.w, smem.w_up), strict=False):
                 block = w.at[(tile.group, *((columns, depth) if traits.options.transpose_w else (depth, columns)))]
@@ -128,9 +128,12 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> N
     @pl.when(is_in_group & (count > 0))
     def _sums():
         traits = kernel.traits
-        sums = [fp8.promoted_sums(kernel, wg, filled)] if traits.is_8_bit else _multiply(kernel, wg, filled)
+        sums = (fp8.promoted_sums if traits.is_8_bit else _multiply)(kernel, wg, filled)
+        scales = fp8.Scales.first(kernel, tile, row) if traits.is_8_bit else None
         for part in range(traits.block_n // COLUMNS):
             of_part = [columns_of(x, part) for x in sums]
+            if scales is not None:
+                of_part, scales = scales.scaled(of_part), scales.at(kernel, tile, part + 1)
             _store_part(kernel, wg, tile, part, row, count, of_part)
 
     @pl.when(is_in_group & (count == 0))
@@ -206,8 +209,6 @@ def _store_part(
             values *= len(kernel.results)
         else:
             total, *up = sums
-            if traits.is_8_bit:
-                total = fp8.scaled(kernel, total, row, tile.group, column)
             if kernel.inputs.bias is not None:
                 of_part = kernel.inputs.bias.at[tile.group, pl.ds(column, COLUMNS)]
                 bias = plgpu.load(of_part, layout=COLUMN, optimized=False)

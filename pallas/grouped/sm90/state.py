@@ -102,6 +102,7 @@ class InputRefs(Protocol):
     x_up: Ref | None
     x_scale: Ref | None
     w_scale: Ref | None
+    w_up_scale: Ref | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,21 @@ class Traits:
         return min(PROMOTED, self.block_n)
 
     @property
+    def weights(self) -> int:
+        """The number of blocks of weights in a stage."""
+        return 2 if self.is_gated else 1
+
+    @property
+    def first_weights(self) -> int:
+        """The number of blocks of weights that share barriers with x. In 8 bits w_up has barriers of its own."""
+        return 1 if self.is_8_bit else self.weights
+
+    @property
+    def has_second_part(self) -> bool:
+        """Whether a work tile of 8 bits has a second part, whose sums are promoted by themselves."""
+        return self.is_8_bit and (self.is_gated or self.block_n > PROMOTED)
+
+    @property
     def promoted_steps(self) -> int:
         """The number of steps after which 8-bit accumulators are promoted. With two results, two steps spill."""
         return 1 if self.results > 1 else min(PROMOTED_STEPS, self.stages - 1)
@@ -196,7 +212,7 @@ class Traits:
     @property
     def stages(self) -> int:
         """The number of stages of the pipeline: config.stages, or fewer if shared memory has no room for as many."""
-        of_w = self.block_n * (2 if self.is_gated else 1)
+        of_w = self.block_n * self.weights
         of_stage = (BLOCK_M + of_w) * DEPTH_BYTES
         of_results = COMPUTE_WGS * BUFFERS * ROWS * COLUMNS * jnp.dtype(self.options.out_dtype).itemsize
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
@@ -210,7 +226,8 @@ class Smem:
     x: [stages, 1, 128, block_k]. w: [stages, block_k, block_n]; [stages, block_n, block_k] with transpose_w. w_up: like
     w, of a gated unit; else None. out: [warpgroups, buffers, 1, 64, 64], the output buffers. x and out have two views,
     see SmemTiles. ready, free: [stages], barriers: a step's operands have arrived, or have been read by both
-    warpgroups. second_ready: [stages], barriers: the weights of the second part of 8-bit columns have arrived.
+    warpgroups. second_ready: [stages], barriers: the weights of the second part of 8-bit columns, or of a gated unit
+    in 8 bits w_up, have arrived.
     """
 
     x: Ref
@@ -232,8 +249,8 @@ class Smem:
             w=weights,
             w_up=weights if traits.is_gated else None,
             out=traits.out_tiles.scratch(COMPUTE_WGS, BUFFERS, ROWS, dtype=jnp.dtype(traits.options.out_dtype)),
-            ready=barrier_ref(num_arrivals=COMPUTE_WGS + (2 if traits.is_gated else 1), num_barriers=stages),
-            second_ready=(barrier_ref(num_barriers=stages) if traits.is_8_bit and traits.block_n > PROMOTED else None),
+            ready=barrier_ref(num_arrivals=COMPUTE_WGS + traits.first_weights, num_barriers=stages),
+            second_ready=barrier_ref(num_barriers=stages) if traits.has_second_part else None,
             free=barrier_ref(num_arrivals=COMPUTE_WGS, num_barriers=stages),
         )
 

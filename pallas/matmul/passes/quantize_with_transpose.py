@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.triton.backend import plgpu
+from jax_kernels.pallas.triton.rounding import magnitude_bits, reciprocal, scale_of
 from jax_kernels.pallas.triton.tensors import iota
 from jax_kernels.pallas.varying import result_types
 
@@ -142,19 +142,7 @@ def _scale(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     The scale is the largest magnitude divided by the largest value of the 8-bit `dtype`; 1 if all values are 0. If a
     value is not finite, the reciprocal is NaN.
     """
-    # The bits of magnitudes order like the magnitudes, with NaN above infinity. A maximum of floats would drop a NaN.
-    magnitudes = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-    largest = lax.bitcast_convert_type(magnitudes.max(axis=1).max(axis=0), jnp.float32)
-    scale = largest * (1 / float(jnp.finfo(dtype).max))
-    tiny = float(jnp.finfo(jnp.float32).tiny)
-    scale = jnp.where(scale < tiny, tiny, scale)
-    scale = jnp.where(largest == 0, 1.0, scale)
-    return scale, reciprocal(scale)
-
-
-def reciprocal(scale: jax.Array) -> jax.Array:
-    """1 / scale for each scale. NaN if the scale is infinite or NaN, so that all values of its block become NaN."""
-    return jnp.where(scale < jnp.inf, 1 / scale, jnp.nan)
+    return scale_of(magnitude_bits(x).max(axis=1).max(axis=0), dtype)
 
 
 def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

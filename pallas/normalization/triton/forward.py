@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from jax_kernels.inputs.normalization import NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.normalization_specs import NormTriton
 from jax_kernels.pallas.kernel_types import Index, needed
 from jax_kernels.pallas.normalization.triton.rows import Refs, Tile, Traits, chunk_loop
 from jax_kernels.pallas.triton.backend import plgpu
+from jax_kernels.pallas.triton.rounding import magnitude_bits, scale_of
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.quantization import FORMATS
 
@@ -102,7 +102,7 @@ def _quantized_kernel(refs: Refs, traits: Traits) -> None:
         first = tile(0)
         x = first.inputs(refs)
         out = _normed(refs, first, x, *_statistics(first, x))
-        scale, inverse_scale = _scales(_largest(first, out), results.out.dtype)
+        scale, inverse_scale = scale_of(_largest(first, out), results.out.dtype)
         first.store(results.out, _rounded(traits, out * inverse_scale))
         if results.total is not None:
             first.store(results.total, x)
@@ -126,7 +126,7 @@ def _quantized_kernel(refs: Refs, traits: Traits) -> None:
             return state
 
         largest = chunk_loop(traits, widen, jnp.zeros((traits.block_rows, 1), jnp.int32))
-        scale, inverse_scale = _scales(largest, results.out.dtype)
+        scale, inverse_scale = scale_of(largest, results.out.dtype)
         chunk_loop(traits, write, ())
     tile(0).store_numbers(results.out_scale, scale[:, 0])
 
@@ -134,26 +134,9 @@ def _quantized_kernel(refs: Refs, traits: Traits) -> None:
 def _largest(tile: Tile, out: jax.Array) -> jax.Array:
     """The largest magnitude of each row of a block, [block_rows, 1] int32: the bits of the float32 value.
 
-    out: float32 [block_rows, chunk]; values outside the array are ignored. These bits order like the magnitudes, with
-    NaN above infinity. Triton's maximum of floats would drop a NaN.
+    out: float32 [block_rows, chunk]; values outside the array are ignored.
     """
-    magnitudes = lax.bitcast_convert_type(out, jnp.int32) & 0x7FFFFFFF
-    return jnp.where(tile.exists, magnitudes, 0).max(axis=1)[:, None]
-
-
-def _scales(largest: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """(scale, 1 / scale) of each row of a block, float32 [block_rows, 1].
-
-    A scale is the row's largest magnitude divided by the largest value of the 8-bit `dtype`; 1 for a row of zeros, and
-    at least the least normal float32. A row with NaN or infinity gets NaN as the reciprocal. largest: the magnitudes as
-    the bits of float32, int32 [block_rows, 1].
-    """
-    top, tiny = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
-    magnitude = lax.bitcast_convert_type(largest, jnp.float32)
-    scale = magnitude * (1 / top)
-    scale = jnp.where(scale < tiny, tiny, scale)  # a maximum would drop a NaN
-    scale = jnp.where(magnitude == 0, 1.0, scale)
-    return scale, jnp.where(scale < jnp.inf, 1 / scale, jnp.nan)
+    return jnp.where(tile.exists, magnitude_bits(out), 0).max(axis=1)[:, None]
 
 
 def _rounded(traits: Traits, scaled: jax.Array) -> jax.Array:

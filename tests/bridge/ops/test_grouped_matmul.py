@@ -127,3 +127,121 @@ def test_8_bits():
     assert 0.01 < errors[0] < 0.06
     assert 0.01 < errors[1] < 0.1
     assert max(errors[2:]) < 0.01
+
+
+def quantized(w, transpose_w):
+    """(values, scale) of weights [G, K, N] in e4m3, for a call with this transpose_w."""
+    return bridge.quantize(w.mT.contiguous() if transpose_w else w, scaling="row", axis=-1 if transpose_w else -2)
+
+
+def of_8_bits(values, scale, transpose_w):
+    """The weights [G, K, N] in float32 of 8-bit values and their scales."""
+    wide = values.float() * scale.unsqueeze(-1 if transpose_w else -2)
+    return wide.mT if transpose_w else wide
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_quantized_weights(dtype, transpose_w):
+    """The results and the gradients of x and bias, of both ops; again from the cached call."""
+    x, bias = tensors((13, 64), (3, 16), dtype=dtype)
+    weights = [quantized(w.detach(), transpose_w) for w in tensors((3, 64, 16), (3, 64, 16), seed=1)]
+    (w, scale), (up, up_scale) = weights
+    wide = [of_8_bits(*pair, transpose_w).to(dtype) for pair in weights]
+    how = {"transpose_w": transpose_w}
+    scales = {"w_gate_scale": scale, "w_up_scale": up_scale}
+    calls = {
+        "matmul": (
+            (x, bias),
+            lambda: bridge.grouped_matmul(x, w, SIZES, bias=bias, activation="silu", w_scale=scale, **how),
+            lambda: bridge.grouped_matmul(x, wide[0], SIZES, bias=bias, activation="silu"),
+        ),
+        "gated": (
+            (x,),
+            lambda: bridge.grouped_gated_matmul(x, w, up, SIZES, **scales, **how),
+            lambda: bridge.grouped_gated_matmul(x, *wide, SIZES),
+        ),
+    }
+    for moved, call, right in calls.values():
+        want = right()
+        dout = torch.sin(want.detach())
+        gradients = torch.autograd.grad(want, moved, dout)
+        for _ in range(2):
+            got = call()
+            assert got.dtype == dtype
+            for y, exact in zip((got, *torch.autograd.grad(got, moved, dout)), (want, *gradients), strict=True):
+                error = ((y - exact).float().norm() / exact.float().norm()).item()
+                assert error < 0.1
+    with torch.no_grad():
+        assert ((calls["gated"][1]() - want).float().norm() / want.float().norm()).item() > 0.005
+
+
+def test_quantized_weights_compiled_and_under_settings():
+    """torch.compile, autocast, and a float32 setting that allows tf32."""
+    (x,), (w, scale) = tensors((13, 64)), quantized(tensors((3, 64, 16))[0].detach(), False)
+    call = lambda x: bridge.grouped_matmul(x, w, SIZES, w_scale=scale)
+    want = call(x)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), want)
+    gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (compiled(x), want)]
+    torch.testing.assert_close(*gradients)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(x).dtype == torch.bfloat16
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.testing.assert_close(call(x), want)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_quantized_rows():
+    """x of 8 bits gives bfloat16, and the gradient of the bias."""
+    x, (bias,) = tensors((13, 64))[0].detach(), tensors((3, 16))
+    w, scale = quantized(tensors((3, 64, 16))[0].detach(), False)
+    rows, x_scale = bridge.quantize(x, scaling="row")
+    got = bridge.grouped_matmul(rows, w, SIZES, bias=bias, x_scale=x_scale, w_scale=scale, out_dtype=torch.float32)
+    want = bridge.grouped_matmul(x, w, SIZES, bias=bias, w_scale=scale)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), bias)[0] for y in (got, want)))
+    scales = {"x_scale": x_scale, "w_gate_scale": scale, "w_up_scale": scale}
+    gated = bridge.grouped_gated_matmul(rows, w, w, SIZES, **scales)
+    assert gated.dtype == torch.bfloat16
+    plain = bridge.grouped_gated_matmul(x, w, w, SIZES, w_gate_scale=scale, w_up_scale=scale)
+    torch.testing.assert_close(gated.float(), plain, rtol=1e-2, atol=1e-2)
+
+
+VALUES, SCALE = quantized(W, False)
+WRONG_8_BITS = {
+    "none": ({"w": VALUES}, ValueError, "w_scale: got None with w of dtype float8_e4m3fn, want float32 [G, N]"),
+    "unneeded": ({"w_scale": SCALE}, ValueError, "w_scale: got a scale with w of dtype float32, want None"),
+    "x": (
+        {"x": VALUES[0], "w": VALUES, "w_scale": SCALE},
+        ValueError,
+        "x_scale: got None with x of dtype float8_e4m3fn",
+    ),
+    "number": ({"w": VALUES, "w_scale": 1.0}, TypeError, "w_scale: got builtins.float, want a torch.Tensor"),
+    "shape": ({"w": VALUES, "w_scale": SCALE[:2]}, ValueError, "w_scale: got shape (2, 6), want (3, 6)"),
+    "dtype": ({"w": VALUES, "w_scale": SCALE.half()}, TypeError, "w_scale: got float16, want float32"),
+    "precision": ({"w": VALUES, "w_scale": SCALE, "precision": "bf16"}, ValueError, "precision: got 'bf16' with w of"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_8_BITS)
+def test_wrong_8_bit_arguments(name):
+    changed, error, text = WRONG_8_BITS[name]
+    with pytest.raises(error, match=re.escape(text)):
+        bridge.grouped_matmul(**({"x": X, "w": W, "group_sizes": SIZES} | changed))
+
+
+def test_wrong_8_bit_arguments_of_a_gated_unit():
+    with pytest.raises(ValueError, match=r"w_up_scale: got None with w_up of dtype float8_e4m3fn"):
+        bridge.grouped_gated_matmul(X, VALUES, VALUES, SIZES, w_gate_scale=SCALE)
+    with pytest.raises(TypeError, match=r"w_up: got unquantized weights, want quantized weights, as w_gate"):
+        bridge.grouped_gated_matmul(X, VALUES, W, SIZES, w_gate_scale=SCALE)
+
+
+def test_8_bit_weights_have_no_gradients():
+    values = VALUES.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="weights of 8 bits have no gradients"):
+        bridge.grouped_matmul(X, values, SIZES, w_scale=SCALE).sum().backward()

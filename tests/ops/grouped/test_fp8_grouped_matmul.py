@@ -1,5 +1,6 @@
 """grouped_matmul in 8 bits: against float64 of the rounded operands, quantized weights, derivatives and errors."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import explain, grouped_matmul, quantize
+from jax_kernels import chunks, dequantize, explain, grouped_gated_matmul, grouped_matmul, quantize, rms_norm
 from jax_kernels.dispatch import on_device
 from jax_kernels.testing.low_precision import fp8_grouped_matmul as cases
 from tests.support.cases import ids, tiers
 
 
-@pytest.mark.parametrize("name", tiers.cases(cases.CASES, ["plain", "past", "primes", "ones", "small", "large"]))
+@pytest.mark.parametrize(
+    "name", tiers.cases(cases.CASES, ["plain", "past", "primes", "ones", "small", "large", "gated"])
+)
 def test_against_float64(name):
     for result, (error, bound) in cases.errors_by(cases.CASES[name], "xla").items():
         assert error <= bound, result
@@ -31,7 +34,7 @@ def _normal(*shape, seed=0):
 
 
 X, W, GROUP_SIZES = _normal(26, 64), _normal(3, 64, 40, seed=1) / 8, jnp.asarray([11, 0, 9], jnp.int32)
-QUANTIZED = quantize(W, scaling="row", axis=-2)
+QUANTIZED, ROWS = quantize(W, scaling="row", axis=-2), quantize(X, scaling="row")
 
 
 def _relative(got, want):
@@ -107,8 +110,10 @@ def test_empty(groups, rows, depth, columns):
 
 
 WRONG = {
-    "x": ({"x": quantize(X, scaling="row")}, TypeError, "x: got a QuantizedArray, want bfloat16, float16 or float32"),
-    "x_bits": ({"x": QUANTIZED.values[0]}, TypeError, "x: got dtype float8_e4m3fn, want bfloat16, float16 or float32"),
+    "x": ({"x": ROWS}, TypeError, "w: got dtype float32 with a QuantizedArray x, want a QuantizedArray"),
+    "x_scaling": ({"x": quantize(X), "w": QUANTIZED}, ValueError, "x: got a QuantizedArray with scaling='tensor'"),
+    "x_shape": ({"x": quantize(W, scaling="row"), "w": QUANTIZED}, ValueError, "x: got shape (3, 64, 40), want [M, K]"),
+    "x_bits": ({"x": QUANTIZED.values[0]}, TypeError, "x: got dtype float8_e4m3fn, want bfloat16, float16, float32"),
     "w_bits": ({"w": QUANTIZED.values}, TypeError, "w: got dtype float8_e4m3fn, want x's dtype float32"),
     "scaling": ({"w": quantize(W)}, ValueError, "got a QuantizedArray with scaling='tensor', axis=-1, want"),
     "axis": ({"w": quantize(W, scaling="row")}, ValueError, "axis=-1, want scaling='row' and axis=-2, the summed axis"),
@@ -125,9 +130,144 @@ def test_wrong_arguments(name):
         grouped_matmul(**({"x": X, "w": W, "group_sizes": GROUP_SIZES, "precision": "fp8"} | changed))
 
 
+W_UP = _normal(3, 64, 40, seed=4) / 8
+GATED = {"x": X, "w_gate": W, "w_up": W_UP, "group_sizes": GROUP_SIZES}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_near_the_float32_gated_unit(dtype):
+    arrays = {name: y.astype(dtype) for name, y in GATED.items() if name != "group_sizes"}
+    call = lambda arrays, **how: grouped_gated_matmul(**arrays, group_sizes=GROUP_SIZES, **how)
+    got, vjp = jax.vjp(jax.jit(lambda arrays: call(arrays, precision="fp8")), arrays)
+    want, right = jax.vjp(call, {name: y.astype(jnp.float32) for name, y in arrays.items()})
+    assert got.dtype == dtype
+    assert 0.01 < _relative(got.astype(jnp.float32), want) < 0.08
+    dout = _normal(26, 40, seed=3)
+    gradients, wanted = vjp(dout.astype(dtype))[0], right(dout)[0]
+    errors = {name: _relative(y.astype(jnp.float32), wanted[name]) for name, y in gradients.items()}
+    assert {name: y.dtype for name, y in gradients.items()} == {name: jnp.dtype(dtype) for name in arrays}
+    assert 0.01 < errors["x"] < 0.1
+    assert 0.01 < max(errors["w_gate"], errors["w_up"]) < 0.06
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_quantized_weights_of_a_gated_unit(transpose_w):
+    """They give the result and the gradient of x of the call that quantizes by itself."""
+    weights = [w.mT if transpose_w else w for w in (W, W_UP)]
+    quantized = [quantize(w, scaling="row", axis=-1 if transpose_w else -2) for w in weights]
+
+    def both(x, gate, up, precision):
+        how = {"transpose_w": transpose_w, "precision": precision}
+        out, vjp = jax.vjp(lambda x: grouped_gated_matmul(x, gate, up, GROUP_SIZES, **how), x)
+        return out, *vjp(jnp.cos(out))
+
+    got = jax.jit(lambda *given: both(*given, None))(X, *quantized)
+    want = jax.jit(lambda *given: both(*given, "fp8"))(X, *map(dequantize, quantized))
+    for y, right in zip(got, want, strict=True):
+        assert _relative(y, right) < 1e-3
+    exact = jax.vjp(lambda x: grouped_gated_matmul(x, *weights, GROUP_SIZES, transpose_w=transpose_w), X)[1]
+    assert _relative(got[1], exact(jnp.cos(got[0]))[0]) < 0.12
+
+
 def test_quantized_weights_have_no_gradients():
-    with pytest.raises(NotImplementedError, match="weights of 8 bits have no gradients"):
-        jax.grad(lambda x: grouped_matmul(x, QUANTIZED, GROUP_SIZES).sum())(X)
+    """The gradient of x exists, in both modes. A gradient of the weights, or of their scales, raises."""
+    call = lambda x, w: (grouped_matmul(x, w, GROUP_SIZES, activation="silu") ** 2).sum()
+    got, want = jax.grad(call)(X, QUANTIZED), jax.grad(call)(X, dequantize(QUANTIZED))
+    assert 0.01 < _relative(got, want) < 0.1
+    moved, right = (jax.jvp(lambda x, w=w: call(x, w), (X,), (X + 1,))[1] for w in (QUANTIZED, dequantize(QUANTIZED)))
+    np.testing.assert_allclose(moved, right, rtol=0.1)
+    text = "grouped_matmul: weights of 8 bits have no gradients"
+    for part in ("values", "scale"):
+        of = lambda y, part=part: call(X, dataclasses.replace(QUANTIZED, **{part: y}))
+        with pytest.raises(NotImplementedError, match=text):
+            jax.grad(of)(getattr(QUANTIZED, part))
+    gated = lambda x, w: grouped_gated_matmul(x, w, QUANTIZED, GROUP_SIZES).sum()
+    of_gate = jax.grad(lambda scale: gated(X, dataclasses.replace(QUANTIZED, scale=scale)))
+    with pytest.raises(NotImplementedError, match="grouped_gated_matmul: weights of 8 bits have no gradients"):
+        of_gate(QUANTIZED.scale)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_quantized_rows(gathers):
+    """They give the result of the call that quantizes x, in bfloat16 by default, and the gradient of the bias."""
+    bias = _normal(3, 40, seed=2)
+    how = {"gather_indices": jnp.arange(25, -1, -1)} if gathers else {}
+    call = lambda x, bias, **given: grouped_matmul(
+        x, QUANTIZED, GROUP_SIZES, bias=bias, activation="silu", **how, **given
+    )
+    got, vjp = jax.vjp(lambda bias: call(ROWS, bias, out_dtype="float32"), bias)
+    want, right = jax.vjp(lambda bias: call(X, bias), bias)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(vjp(got)[0], right(got)[0], rtol=1e-4, atol=1e-4)
+    assert call(ROWS, bias.astype(jnp.float16)).dtype == jnp.bfloat16
+    gated = grouped_gated_matmul(ROWS, QUANTIZED, QUANTIZED, GROUP_SIZES, out_dtype="float32", **how)
+    want = grouped_gated_matmul(X, QUANTIZED, QUANTIZED, GROUP_SIZES, **how)
+    np.testing.assert_allclose(gated, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="grouped_matmul: rows of 8 bits have no gradients"):
+        jax.grad(lambda scale: call(dataclasses.replace(ROWS, scale=scale), bias, out_dtype="float32").sum())(
+            ROWS.scale
+        )
+
+
+def test_rows_of_a_norm():
+    """The result of a norm that quantizes is an x."""
+    rows = rms_norm(X, quantize="e4m3")
+    want = grouped_matmul(dequantize(rows), QUANTIZED, GROUP_SIZES, out_dtype="float32")
+    got = grouped_matmul(rows, QUANTIZED, GROUP_SIZES, out_dtype="float32")
+    assert _relative(got, want) < 1e-3
+
+
+def test_plan_of_quantized_rows():
+    """The Hopper kernel takes them as they are."""
+    x, w = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16), jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16)
+    given = [jax.eval_shape(lambda y: quantize(y, scaling="row"), y) for y in (x, w)]
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    with on_device("H200"):
+        assert explain(grouped_matmul, *given, sizes, transpose_w=True).implementation == "mosaic_gpu"
+        program = str(jax.make_jaxpr(lambda *given: grouped_matmul(*given, transpose_w=True))(*given, sizes))
+    assert "grouped_matmul_sm90" in program
+    assert "quantize_rows" not in program
+
+
+def test_chunks_of_rows():
+    """Each chunk multiplies by the scales of its own rows, forward and in the gradient of x."""
+    x = X * 2.0 ** (jnp.arange(len(X)) % 7)[:, None]
+    calls = {
+        "matmul": lambda x: (grouped_matmul(x, W, GROUP_SIZES, precision="fp8") ** 2).sum(),
+        "gated": lambda x: (grouped_gated_matmul(x, W, W_UP, GROUP_SIZES, precision="fp8") ** 2).sum(),
+    }
+    for call in calls.values():
+        function = jax.jit(jax.value_and_grad(call))
+        want = function(x)
+        jax.clear_caches()
+        with chunks.forced(5) as split:
+            got = jax.jit(jax.value_and_grad(call))(x)
+        assert max(split) == 5
+        for y, right in zip(got, want, strict=True):
+            np.testing.assert_allclose(y, right, rtol=1e-4, atol=1e-3)
+
+
+OTHER_AXIS, INT8 = quantize(W, scaling="row"), quantize(W, "int8")
+WRONG_GATED = {
+    "one": ({"w_up": QUANTIZED}, TypeError, "w_up: got quantized weights, want unquantized weights, as w_gate"),
+    "other": ({"w_gate": QUANTIZED}, TypeError, "w_up: got unquantized weights, want quantized weights, as w_gate"),
+    "axis": ({"w_gate": OTHER_AXIS, "w_up": QUANTIZED}, ValueError, "w_gate: got a QuantizedArray with scaling='row'"),
+    "up_axis": ({"w_gate": QUANTIZED, "w_up": OTHER_AXIS}, ValueError, "w_up: got a QuantizedArray with scaling='row'"),
+    "low_bit": ({"w_gate": INT8, "w_up": INT8}, TypeError, "w_gate: got a QuantizedArray in 'int8', want"),
+    "format": (
+        {"w_gate": QUANTIZED, "w_up": quantize(W, "e5m2", scaling="row", axis=-2)},
+        ValueError,
+        "w_up: got float8_e5m2[3, 64, 40], want w_gate's dtype and shape: float8_e4m3fn[3, 64, 40]",
+    ),
+    "implementation": ({"implementation": "triton", "precision": "fp8"}, NotImplementedError, "no 8-bit matmuls"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GATED)
+def test_wrong_arguments_of_a_gated_unit(name):
+    changed, error, text = WRONG_GATED[name]
+    with on_device("H200"), pytest.raises(error, match=re.escape(text)):
+        grouped_gated_matmul(**(GATED | changed))
 
 
 def test_gpu_without_fp8_matmuls():

@@ -291,11 +291,11 @@ def test_triton_limits(name):
 
 WRONG = {
     "x": ({"x": X[None]}, ValueError, "x: got shape (1, 26, 8), want [M, K]"),
-    "x_dtype": ({"x": X.astype(jnp.int32)}, TypeError, "x: got dtype int32, want bfloat16, float16 or float32"),
+    "x_dtype": ({"x": X.astype(jnp.int32)}, TypeError, "x: got dtype int32, want bfloat16, float16, float32"),
     "w": ({"w": W[0]}, ValueError, "w: got shape (8, 5), want [G, K, N] with x's K = 8"),
     "w_transposed": ({"transpose_w": True}, ValueError, "w: got shape (3, 8, 5), want [G, N, K] with x's K = 8"),
     "w_dtype": ({"w": W.astype(jnp.bfloat16)}, TypeError, "w: got dtype bfloat16, want x's dtype float32"),
-    "low_bit": ({"w": quantize(W[0], "int8")}, TypeError, "w: got a QuantizedArray, want bfloat16, float16 or float32"),
+    "low_bit": ({"w": quantize(W[0], "int8")}, TypeError, "w: got a QuantizedArray in 'int8', want bfloat16, float16"),
     "sizes": ({"group_sizes": GROUP_SIZES[:2]}, ValueError, "group_sizes: got shape (2,), want [G] = (3,)"),
     "sizes_dtype": ({"group_sizes": X[:3, 0]}, TypeError, "group_sizes: got dtype float32, want int32"),
     "sizes_list": ({"group_sizes": [11, 0, 9]}, TypeError, "group_sizes: got list, want an array of integers"),
@@ -337,11 +337,11 @@ WRONG_GATED = {
         "w_gate: got dtype bfloat16, want x's dtype float32",
     ),
     "precision": (
-        {"precision": "fp8"},
+        {"precision": "int8"},
         ValueError,
-        "precision: got 'fp8', want 'fp32', 'tf32', 'bf16', 'fp16' or None",
+        "precision: got 'int8', want 'fp32', 'tf32', 'bf16', 'fp16', 'fp8' or None",
     ),
-    "low_bit": ({"w_up": quantize(W[0], "int8")}, TypeError, "w_up: got a QuantizedArray, want bfloat16, float16 or"),
+    "low_bit": ({"w_up": quantize(W[0], "int8")}, TypeError, "w_up: got quantized weights, want unquantized"),
     "sizes": ({"group_sizes": GROUP_SIZES[:2]}, ValueError, "group_sizes: got shape (2,), want [G] = (3,)"),
     "activation": ({"activation": "swish"}, ValueError, "activation: got 'swish', want a function or one"),
     "implementation": ({"implementation": "cudnn"}, ValueError, "is not known for grouped_gated_matmul; want one of"),

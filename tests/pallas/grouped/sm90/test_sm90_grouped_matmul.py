@@ -46,8 +46,10 @@ def test_interpreted(cores, names):
     [
         (1, ["small"]),
         (3, ["tiny_scales"]),
+        (1, ["gated_small"]),
         pytest.param(1, ["blocks"], marks=pytest.mark.slow),
         pytest.param(3, ["overlapping", "past", "all_in_one", "edges"], marks=pytest.mark.slow),
+        pytest.param(3, ["gated_overlapping", "gated_edges"], marks=pytest.mark.slow),
     ],
 )
 def test_8_bits_interpreted(cores, names):
@@ -168,7 +170,10 @@ def test_limits(name):
 
 
 def test_plan_of_8_bits():
-    """The Hopper kernel runs both 8-bit matmuls of a gradient. Quantized weights are not transposed."""
+    """The Hopper kernel runs both 8-bit matmuls of a gradient. One kernel quantizes x.
+
+    Quantized weights are not transposed.
+    """
     types = _types(m=4096, precision="fp8")
     with on_device("H200"):
         plan = explain(grouped_matmul, **types)
@@ -187,6 +192,7 @@ def test_plan_of_8_bits():
     assert program.count("grouped_matmul_sm90") == 2 * served.count("grouped_matmul_sm90") > 0
     assert "grouped_weight_gradient_sm90" in program
     assert "transpose[" not in served
+    assert "matmul_quantize_rows_triton" in served
 
 
 def test_plan():
@@ -212,6 +218,8 @@ COMPILED = {
     "odd_rows": {"m": 1001, "activation": "silu"},
     "fp8": {"precision": "fp8", "activation": "gelu", "has_bias": True},
     "fp8_plain": {"precision": "fp8", "transpose_w": True, "dtype": "float16"},
+    "fp8_gated": {"precision": "fp8", "is_gated": True, "activation": "silu"},
+    "fp8_gated_transposed": {"precision": "fp8", "is_gated": True, "activation": "gelu", "transpose_w": True},
 }
 
 
@@ -225,7 +233,10 @@ def test_compiled(name):
     """
     printed, mosaic, _ = compile_case.compile_script(__file__, json.dumps(COMPILED[name]))
     is_odd = name == "odd_rows"
-    assert json.loads(printed) == ["grouped_weight_gradient_triton"] * is_odd
+    # They quantize x, the cotangents, and the weights one way; the backward quantizes both weights together.
+    passes = {"fp8": 3, "fp8_plain": 3, "fp8_gated": 3, "fp8_gated_transposed": 4}.get(name, 0)
+    want = ["matmul_quantize_rows_triton"] * passes + ["grouped_weight_gradient_triton"] * is_odd
+    assert sorted(json.loads(printed)) == sorted(want)
     kernels = ["grouped_matmul_sm90", "grouped_weight_gradient_sm90"][: 1 if is_odd else 2]
     assert sorted(mosaic) == [f"{kernel}_mosaic_gpu_kernel" for kernel in kernels]
     for figures in mosaic.values():
