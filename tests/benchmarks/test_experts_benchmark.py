@@ -16,7 +16,7 @@ def test_flops_are_counted():
 
 
 def test_products_are_nine():
-    """Of three matmuls the results and both gradients, none of which is another one's."""
+    """The results and both gradients of three matmuls; no two are equal."""
     results = benchmark.products(CASE)(0)
     arrays = [x for out, gradients in results for x in (out, *gradients)]
     assert [x.shape for x in arrays[:3]] == [(48, 8), (48, 16), (4, 16, 8)]

@@ -118,12 +118,12 @@ class Scales(NamedTuple):
 
     @classmethod
     def first(cls, kernel: Kernel, tile: WorkTile, row: Index) -> "Scales":
-        """Of the work tile's first 64 columns. row: the first row of the warpgroup."""
+        """The scales of the work tile's first 64 columns. row: the first row of the warpgroup."""
         of_rows = plgpu.load(needed(kernel.inputs.x_scale).at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
         return cls(rows=of_rows, columns=_of_columns(kernel, tile, 0))
 
     def at(self, kernel: Kernel, tile: WorkTile, part: int) -> "Scales":
-        """Of the work tile's columns from part * 64 on. For a part past the last column the scales are arbitrary."""
+        """The scales of the columns from part * 64 on. For a part past the last column they are arbitrary."""
         return self._replace(columns=_of_columns(kernel, tile, part))
 
     def scaled(self, sums: list[jax.Array]) -> list[jax.Array]:
