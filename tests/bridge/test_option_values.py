@@ -3,6 +3,7 @@
 Every option of every function of the bridge has a case. The reference is JAX's op of the name, or PyTorch's function.
 """
 
+import functools
 import inspect
 
 import jax
@@ -110,7 +111,18 @@ def rounded(x, **options):
     return found.values, found.scale
 
 
+def grouped(op, **options):
+    """A grouped op, with a QuantizedArray for each array that has a scale."""
+    for name in ("x", "w", "w_gate", "w_up"):
+        scale, axis = options.pop(f"{name}_scale", None), -1 if name == "x" else -2
+        if scale is not None:
+            options[name] = jax_kernels.QuantizedArray(values=options[name], scale=scale, scaling="row", axis=axis)
+    return op(**options)
+
+
 REFERENCES = {
+    "grouped_gated_matmul": functools.partial(grouped, jax_kernels.grouped_gated_matmul),
+    "grouped_matmul": functools.partial(grouped, jax_kernels.grouped_matmul),
     "flash_attn_func": flash_attn,
     "flash_attn_varlen_func": varlen,
     "flash_dmattn_func": dmattn,

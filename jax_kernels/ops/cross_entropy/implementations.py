@@ -90,19 +90,19 @@ def _xla_gradients(inputs, options, lse, cotangent, *, config, interpret):
 
 
 IMPLEMENTATIONS = {
-    "triton": Implementation(
-        "triton",
-        _supports_triton,
-        _triton_config,
-        kernel(triton.statistics, once=True),
-        kernel(triton.gradients, "backward", once=True),
-    ),
     "mosaic_gpu": Implementation(
         "mosaic_gpu",
         _supports_mosaic,
         _mosaic_config,
         kernel(sm90.statistics, once=True),
         kernel(sm90.gradients, "backward", once=True),
+    ),
+    "triton": Implementation(
+        "triton",
+        _supports_triton,
+        _triton_config,
+        kernel(triton.statistics, once=True),
+        kernel(triton.gradients, "backward", once=True),
     ),
     "xla": Implementation("xla", lambda request: None, without_blocks, _xla, _xla_gradients),
 }

@@ -23,6 +23,19 @@ GATHERED = torch.tensor([4, 0, 0, 7, 2], dtype=torch.int32)  # one of them outsi
 OF_GROUPS = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
 FP8 = random(16, 16).detach().to(torch.float8_e4m3fn), random(16, 16, seed=1).detach().to(torch.float8_e4m3fn)
 GATED_FP8 = {"x": FP8[0], "w_gate": FP8[1], "w_up": FP8[0].T.contiguous(), "w_gate_scale": 1.5, "w_up_scale": 2.5}
+GROUPS_FP8 = [random(2, 16, 16, seed=seed).detach().to(torch.float8_e4m3fn) for seed in range(2)]
+ROW_SCALES, COLUMN_SCALES = (
+    [random(*shape, seed=seed).detach().abs() + 0.5 for seed in range(2)] for shape in ((16,), (2, 16))
+)
+GROUPED_FP8 = {"x": FP8[0], "w": GROUPS_FP8[0], "x_scale": ROW_SCALES[0], "w_scale": COLUMN_SCALES[0]}
+GROUPED_FP8 |= {"out_dtype": torch.float32}
+GROUPED_GATED_FP8 = {
+    "x": FP8[0],
+    **dict(zip(("w_gate", "w_up"), GROUPS_FP8, strict=True)),
+    "x_scale": ROW_SCALES[0],
+    "out_dtype": torch.float32,
+    **dict(zip(("w_gate_scale", "w_up_scale"), COLUMN_SCALES, strict=True)),
+}
 OUTLIERS, OF_8 = random(16, 16).detach() * torch.logspace(-3, 3, 16)[:, None], random(16, 16, seed=1).detach()
 OF_8_BITS = [x.detach().to(torch.float8_e4m3fn) for x in (QUERY, KEY, VALUE)]
 CU = torch.tensor([0, 20, 48], dtype=torch.int32), torch.tensor([0, 24, 48], dtype=torch.int32)
@@ -184,6 +197,8 @@ CASES = {
             "group_sizes": OF_GROUPS,
             "gather_indices": (None, GATHERED, GATHERED.flip(0)),
             "activation": ("silu", "relu", F.mish),
+            "x_scale": (ROW_SCALES, GROUPED_GATED_FP8),
+            **dict.fromkeys(("w_gate_scale", "w_up_scale"), (COLUMN_SCALES, GROUPED_GATED_FP8)),
             "transpose_w": ((False, True), {"w_gate": random(2, 8, 8), "w_up": random(2, 8, 8, seed=1)}),
             "out_dtype": EIGHT_BITS["out_dtype"],
             "precision": EIGHT_BITS["precision"],
@@ -196,6 +211,8 @@ CASES = {
             "gather_indices": (None, GATHERED, GATHERED.flip(0)),
             "bias": (None, random(2, 6), random(2, 6, seed=1)),
             "activation": (None, "relu", F.mish),
+            "x_scale": (ROW_SCALES, GROUPED_FP8),
+            "w_scale": (COLUMN_SCALES, GROUPED_FP8),
             "transpose_w": ((False, True), {"w": random(2, 8, 8)}),
             "out_dtype": EIGHT_BITS["out_dtype"],
             "precision": EIGHT_BITS["precision"],
