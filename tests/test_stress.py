@@ -88,7 +88,8 @@ def test_every_op_is_drawn():
             return getattr(Definitions({}), name)
 
     wanted = set(OPS) - {"ring_attention", "sequence_parallel_dilated_attention"}
-    for seed, make in itertools.product(range(12), calls.KINDS.values()):
+    seeds = 0, 2, 3, 10  # the first ones that together draw all ops
+    for seed, make in itertools.product(seeds, calls.KINDS.values()):
         call = make(SmallDraw(seed, 1))
         arrays = {name: torch.as_tensor(np.array(x)) for name, x in call.arrays.items()}
         with pytest.raises(Drawn):

@@ -112,7 +112,7 @@ WITH_GRADIENTS = {"mosaic_gpu": kernel(sm90.losses_and_gradients, "backward", on
 
 
 def _order(request: LossRequest) -> tuple[tuple[str, ...], str]:
-    return ("xla", "mosaic_gpu", "triton"), "the order of xla and triton on an NVIDIA H200; mosaic_gpu is not timed"
+    return ("xla", "mosaic_gpu", "triton"), "the order of xla and triton on an NVIDIA H200; mosaic_gpu is not measured"
 
 
 OP = PlannedOp("linear_cross_entropy", IMPLEMENTATIONS, _order)

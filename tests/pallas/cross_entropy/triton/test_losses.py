@@ -66,7 +66,7 @@ def test_vmap_and_forward_mode(reduction, interpreted):
 
 
 def test_explain():
-    """ "xla" comes first until the kernels are timed."""
+    """ "xla" comes first until the Hopper kernel is measured."""
     x, w, targets = (
         jax.ShapeDtypeStruct(*of) for of in (((8, 64), "bfloat16"), ((64, 96), "bfloat16"), ((8,), "int32"))
     )
