@@ -45,8 +45,8 @@ def picked(z: jax.Array, column: jax.Array) -> jax.Array:
                 found[of_row] = arith.select(is_it, value, found[of_row])
         registers = np.empty(z.layout.registers_shape((z.shape[0], PART)), dtype=object)
         pair_type = _flat(z)[0].type
-        for place, value in zip(np.ndindex(registers.shape), found, strict=True):
-            registers[place] = vector.from_elements(pair_type, [value, zero])
+        for index, value in zip(np.ndindex(registers.shape), found, strict=True):
+            registers[index] = vector.from_elements(pair_type, [value, zero])
         return fragmented_array.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
 
     return pick(z, column)

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.pallas.kernel_types import Index
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 CLUSTER = "cluster"
@@ -57,3 +59,28 @@ def launch(
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
     return lambda *arguments: as_varying(kernel(*arguments), varying_axes(arguments))
+
+
+def run_warpgroup(
+    wg: Index,
+    compute_wgs: int,
+    registers: tuple[int, int],
+    memory: Callable[[], None],
+    compute: Callable[[], None],
+) -> None:
+    """Runs memory() in the last warpgroup of a CTA, the memory warpgroup, and compute() in the compute warpgroups.
+
+    wg: the index of the calling warpgroup. compute_wgs: the number of compute warpgroups. registers: of a thread of a
+    compute warpgroup, and of the memory warpgroup.
+    """
+    of_compute, of_memory = registers
+
+    @pl.when(wg == compute_wgs)
+    def _memory():
+        plgpu.set_max_registers(of_memory, action="decrease")
+        memory()
+
+    @pl.when(wg < compute_wgs)
+    def _compute():
+        plgpu.set_max_registers(of_compute, action="increase")
+        compute()

@@ -1,4 +1,4 @@
-"""Turns exponentials of logits into the cotangents of the logits, in place: 4 bytes of traffic for each value.
+"""Turns exponentials of logits into the cotangents of the logits, in their memory: 4 bytes of traffic for each value.
 
 In Triton. XLA would write a second array, as large as the exponentials.
 """
@@ -55,13 +55,13 @@ def cotangents(
         row, first = pl.program_id(0) // across, pl.program_id(0) % across * (PARTS * COLUMNS)
         parts = first + iota(PARTS) * COLUMNS
         ids = parts[:, None] + iota(COLUMNS)[None]
-        place, exists = (row, ids), ids < columns
-        shares = plgpu.load(refs[0].at[place], mask=exists, other=1.0).astype(jnp.float32)
+        index, exists = (row, ids), ids < columns
+        shares = plgpu.load(refs[0].at[index], mask=exists, other=1.0).astype(jnp.float32)
         target, cotangent = (plgpu.load(ref.at[pl.ds(row, 1)])[:, None] for ref in refs[1:3])
         tile = jnp.minimum(parts // block_n, terms.factor.shape[1] - 1)
         of_tiles = [plgpu.load(ref.at[row, tile])[:, None] for ref in refs[3 : len(given)]]
         found = _cotangents(shares, ids, target, cotangent, of_tiles, options, columns)
-        plgpu.store(refs[-1].at[place], found.astype(refs[-1].dtype), mask=exists)
+        plgpu.store(refs[-1].at[index], found.astype(refs[-1].dtype), mask=exists)
 
     return pl.pallas_call(
         kernel,

@@ -24,7 +24,7 @@ from jax_kernels.pallas.matmul.sm90.accumulate import Sums, columns_of, plain_su
 from jax_kernels.pallas.matmul.sm90.matmul import REGISTERS, load_tile, store_part
 from jax_kernels.pallas.matmul.sm90.state import BUFFERS, ROWS, Kernel, Smem, Traits, WorkTile
 from jax_kernels.pallas.mosaic.columns import picked
-from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.launch import launch, run_warpgroup
 from jax_kernels.pallas.mosaic.layouts import PART, ROW
 from jax_kernels.pallas.mosaic.registers import all_of_warp, reciprocal
 
@@ -118,18 +118,15 @@ def tile_statistics(
 def _kernel(kernel: LossKernel) -> None:
     """Runs one warpgroup of a CTA: the memory warpgroup or a compute warpgroup."""
     wg, compute_wgs = lax.axis_index("wg"), kernel.traits.compute_wgs
-    of_compute, of_memory = REGISTERS[compute_wgs]
 
-    @pl.when(wg == compute_wgs)
-    def _memory():
-        plgpu.set_max_registers(of_memory, action="decrease")
+    def memory() -> None:
         kernel.matmul.for_each_tile(functools.partial(load_tile, kernel.matmul))
 
-    @pl.when(wg < compute_wgs)
-    def _compute():
-        plgpu.set_max_registers(of_compute, action="increase")
+    def compute() -> None:
         kernel.matmul.for_each_tile(functools.partial(_compute_tile, kernel, wg), wg)
         plgpu.wait_smem_to_gmem(0)
+
+    run_warpgroup(wg, compute_wgs, REGISTERS[compute_wgs], memory, compute)
 
 
 def _compute_tile(kernel: LossKernel, wg: Index, tile: WorkTile, nth: Index) -> None:
@@ -178,8 +175,8 @@ def _store_exponentials(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def store():
-        place = pl.ds(row, ROWS), pl.ds(column, kernel.traits.columns)
-        store_part(kernel.matmul.smem.out.at[wg, part % BUFFERS], shares, results.at[place])
+        block = results.at[pl.ds(row, ROWS), pl.ds(column, kernel.traits.columns)]
+        store_part(kernel.matmul.smem.out.at[wg, part % BUFFERS], shares, block)
 
     if kernel.traits.n % kernel.traits.block_n:
         pl.when(column < kernel.traits.n)(store)

@@ -34,7 +34,7 @@ from jax_kernels.pallas.grouped.sm90.state import (
     Smem,
     Traits,
     WorkTile,
-    run_warpgroup,
+    run_tiles,
 )
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.elementwise import for_tiles
@@ -67,7 +67,7 @@ def grouped_matmul(
         kernel = functools.partial(
             Kernel, traits=traits, ctas=ctas, inputs=given, schedule=schedule, results=list(refs[len(leaves) :])
         )
-        run = lambda smem: run_warpgroup(kernel(smem=smem), _load_tile, _compute_tile)
+        run = lambda smem: run_tiles(kernel(smem=smem), _load_tile, _compute_tile)
         pl.run_scoped(run, Smem.scratch(traits), collective_axes="wg")
 
     results = launch(

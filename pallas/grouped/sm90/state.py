@@ -15,6 +15,7 @@ from jax_kernels.inputs.group_tiles import FoundTiles, tile_count
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
+from jax_kernels.pallas.mosaic.launch import run_warpgroup
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT
 from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles
@@ -331,7 +332,7 @@ class Kernel:
         return self.traits.config.row_group
 
 
-def run_warpgroup(kernel: Any, load_tile: Callable[..., None], compute_tile: Callable[..., None]) -> None:
+def run_tiles(kernel: Any, load_tile: Callable[..., None], compute_tile: Callable[..., None]) -> None:
     """Runs one warpgroup of a CTA: the memory warpgroup, or a compute warpgroup.
 
     kernel: the state of the CTA, with for_each_tile. The memory warpgroup runs load_tile(kernel, tile, filled) for each
@@ -339,13 +340,9 @@ def run_warpgroup(kernel: Any, load_tile: Callable[..., None], compute_tile: Cal
     """
     wg = lax.axis_index("wg")
 
-    @pl.when(wg == COMPUTE_WGS)
-    def _memory():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        kernel.for_each_tile(functools.partial(load_tile, kernel))
-
-    @pl.when(wg < COMPUTE_WGS)
-    def _compute():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
+    def compute() -> None:
         kernel.for_each_tile(functools.partial(compute_tile, kernel, wg))
         plgpu.wait_smem_to_gmem(0)
+
+    load = functools.partial(kernel.for_each_tile, functools.partial(load_tile, kernel))
+    run_warpgroup(wg, COMPUTE_WGS, REGISTERS, load, compute)

@@ -29,7 +29,7 @@ from jax_kernels.pallas.grouped.sm90.state import (
     ROWS,
     SHARED_MEMORY,
     Turn,
-    run_warpgroup,
+    run_tiles,
 )
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.matmul.work_tiles import banded
@@ -217,7 +217,7 @@ def weight_gradient(
         kernel = functools.partial(
             Kernel, traits=traits, ctas=ctas, first=first, second=second, order=GroupOrder(*order), out=out
         )
-        run = lambda smem: run_warpgroup(kernel(smem=smem), _load_tile, _compute_tile)
+        run = lambda smem: run_tiles(kernel(smem=smem), _load_tile, _compute_tile)
         pl.run_scoped(run, Smem.scratch(traits), collective_axes="wg")
 
     return launch(

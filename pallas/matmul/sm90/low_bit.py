@@ -34,7 +34,7 @@ from jax_kernels.pallas.matmul.triton.matmul import joined
 from jax_kernels.pallas.matmul.triton.state import Sums
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import cluster_barrier
-from jax_kernels.pallas.mosaic.launch import CLUSTER, launch
+from jax_kernels.pallas.mosaic.launch import CLUSTER, launch, run_warpgroup
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED_8BIT, WGMMA
 from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 from jax_kernels.quantization import formats
@@ -256,19 +256,13 @@ def _state(traits: LowBitTraits, inputs: LowBitInputs[Ref], results: Any, smem: 
 def _kernel(kernel: LowBitKernel) -> None:
     """Runs one warpgroup of a CTA: the memory warpgroup or a compute warpgroup."""
     wg, compute_wgs = lax.axis_index("wg"), kernel.traits.compute_wgs
-    of_compute, of_memory = REGISTERS[compute_wgs]
 
-    @pl.when(wg == compute_wgs)
-    def _memory():
-        plgpu.set_max_registers(of_memory, action="decrease")
+    def memory() -> None:
         lax.fori_loop(0, kernel.steps, lambda i, _: _load(kernel, i), None)
         if kernel.traits.exchanges and not interpreter.INTERPRETED:
             cluster_barrier()  # the barrier waits for all threads, including this warpgroup's
 
-    @pl.when(wg < compute_wgs)
-    def _compute():
-        plgpu.set_max_registers(of_compute, action="increase")
-        _multiply(kernel, wg)
+    run_warpgroup(wg, compute_wgs, REGISTERS[compute_wgs], memory, lambda: _multiply(kernel, wg))
 
 
 def _load(kernel: LowBitKernel, i: Index) -> None:

@@ -42,7 +42,7 @@ from jax_kernels.pallas.matmul.sm90.state import (
     WorkTile,
 )
 from jax_kernels.pallas.mosaic.elementwise import for_tiles, shortened
-from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.launch import launch, run_warpgroup
 from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
 
 # Registers per thread (of a compute warpgroup, of the memory warpgroup), by the number of compute warpgroups.
@@ -106,20 +106,17 @@ def _named(traits: Traits, results: Any) -> Any:
 def _kernel(kernel: Kernel) -> None:
     """Runs one warpgroup of a CTA: the memory warpgroup or a compute warpgroup."""
     wg, compute_wgs = lax.axis_index("wg"), kernel.traits.compute_wgs
-    of_compute, of_memory = REGISTERS[compute_wgs]
 
-    @pl.when(wg == compute_wgs)
-    def _memory():
-        plgpu.set_max_registers(of_memory, action="decrease")
+    def memory() -> None:
         tiles = kernel.for_each_tile(functools.partial(load_tile, kernel))
         if kernel.traits.cluster > 1:
             _wait_for_readers(kernel, tiles)
 
-    @pl.when(wg < compute_wgs)
-    def _compute():
-        plgpu.set_max_registers(of_compute, action="increase")
+    def compute() -> None:
         kernel.for_each_tile(functools.partial(_compute_tile, kernel, wg), wg)
         plgpu.wait_smem_to_gmem(0)
+
+    run_warpgroup(wg, compute_wgs, REGISTERS[compute_wgs], memory, compute)
 
 
 def load_tile(kernel: Kernel, tile: WorkTile, nth: Index) -> None:

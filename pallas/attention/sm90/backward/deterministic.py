@@ -32,7 +32,7 @@ from jax_kernels.pallas.attention.sm90.backward.dquery_state import (
 from jax_kernels.pallas.attention.sm90.backward.dquery_step import KvStep
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.kernel_types import AccumulatorRef, Index, needed
-from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.launch import launch, run_warpgroup
 from jax_kernels.pallas.mosaic.registers import recomputed
 
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of the memory warpgroup
@@ -73,20 +73,16 @@ def query_gradient(
 def _kernel(kernel: DqueryKernel) -> None:
     """Runs the calling warpgroup's part of a CTA: the last warpgroup loads, the others compute."""
 
-    @pl.when(kernel.wg == COMPUTE_WGS)
-    def _memory():
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        _load(kernel)
-
-    @pl.when(kernel.wg < COMPUTE_WGS)
-    def _compute():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    def compute() -> None:
         plgpu.barrier_wait(kernel.smem.q_ready)
         rows = QueryRows.of(kernel)
         if kernel.traits.scores_ahead:
             plgpu.barrier_wait(kernel.smem.k_ready.at[0])
         dq = pl.run_scoped(functools.partial(_kv_loop, rows), plgpu.ACC((64, kernel.traits.head_dim)))
         _store(kernel, dq)
+
+    registers = COMPUTE_REGISTERS, MEMORY_REGISTERS
+    run_warpgroup(kernel.wg, COMPUTE_WGS, registers, functools.partial(_load, kernel), compute)
 
 
 def _load(kernel: DqueryKernel) -> None:

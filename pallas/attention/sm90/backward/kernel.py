@@ -34,7 +34,7 @@ from jax_kernels.pallas.attention.sm90.backward.traits import Traits
 from jax_kernels.pallas.attention.sm90.backward.widths import COMPUTE_WGS
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.kernel_types import Index, needed
-from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.launch import launch, run_warpgroup
 from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
 
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of the memory warpgroup
@@ -117,14 +117,7 @@ def key_gradients(
 def _kernel(kernel: Kernel) -> None:
     """Runs the calling warpgroup's part of a CTA: the last warpgroup loads, the others compute."""
 
-    @pl.when(kernel.wg == COMPUTE_WGS)
-    def _memory():
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        load_tiles(kernel)
-
-    @pl.when(kernel.wg < COMPUTE_WGS)
-    def _compute():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    def compute() -> None:
         scores = None
         if kernel.traits.is_persistent:
             plgpu.barrier_wait(kernel.barriers.k_ready.at[0])
@@ -132,6 +125,9 @@ def _kernel(kernel: Kernel) -> None:
             scores = first_scores(kernel)
         kernel.schedule.for_each(kernel.cta, functools.partial(_compute_tile, kernel), (0, scores))
         plgpu.wait_smem_to_gmem(0, wait_read_only=kernel.traits.config.exit_after_smem_read)
+
+    registers = COMPUTE_REGISTERS, MEMORY_REGISTERS
+    run_warpgroup(kernel.wg, COMPUTE_WGS, registers, functools.partial(load_tiles, kernel), compute)
 
 
 def _compute_tile(
