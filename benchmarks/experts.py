@@ -118,24 +118,32 @@ def products(case: Case) -> Callable[[int], Any]:
     return lambda index: program(given, kernels)
 
 
-def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    contenders = [Contender("block", "jax")]
-    names = ["products"] if case.devices == 1 else list(args.exchanges)
-    contenders += [Contender(name, "jax") for name in names]
-    outputs = {}
-    for contender in contenders:
-        with contender.attempt():
+def contenders_of(case: Case, exchanges: Sequence[str]) -> list[Contender]:
+    """The contenders that could be built. Each exchange is judged against the first one."""
+    builders = {"block": functools.partial(block, case)}
+    if case.devices == 1:
+        builders["products"] = functools.partial(products, case)
+    for name in exchanges if case.devices > 1 else ():
+        builders[name] = functools.partial(block, case, case.devices, name)
+    found, first = [], None
+    for name, build in builders.items():
+        found.append(Contender(name, "jax"))
+        with found[-1].attempt():
             if case.devices > jax.device_count():
                 raise NotImplementedError(f"{case.devices} devices wanted, {jax.device_count()} found")
-            build = {"block": block, "products": products}.get(contender.name)
-            if build is None:
-                build = functools.partial(block, devices=case.devices, exchange=contender.name)
-            outputs[contender.name] = contender.begin(functools.partial(build, case))
-            if contender.name in EXCHANGES and contender.name != names[0] and names[0] in outputs:
-                with gpu_alone():
-                    error = relative_error([outputs[contender.name][0]], [outputs[names[0]][0]])
-                    contender.judge(error, names[0], TOLERANCE)
-    outputs.clear()
+            out, *_ = found[-1].begin(build)
+            if name not in exchanges:
+                continue
+            if first is None:
+                first = name, out
+                continue
+            with gpu_alone():
+                found[-1].judge(relative_error([out], [first[1]]), first[0], TOLERANCE)
+    return found
+
+
+def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    contenders = contenders_of(case, args.exchanges)
     clock = timer if case.devices == 1 else host_timer
     alternate(contenders, clock, rounds=args.rounds, seconds=args.seconds)
     row = case_rows.row_of(case, contenders, "tflops", case.tflops)
