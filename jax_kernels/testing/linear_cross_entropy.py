@@ -192,10 +192,10 @@ HOPPER = {
     "mean": Case((2, 37), 64, 256, reduction="mean", transpose_w=True),
     "one_token": Case((1,), 64, 64, ignored=0, reduction="sum"),
     "options": Case(
-        (131,), 128, 448, reduction="mean", weights="float32", label_smoothing=0.1, z_loss=1e-3, softcap=8.0, scale=3.0
+        (131,), 128, 448, reduction="mean", weights="float32", label_smoothing=0.1, z_loss=0.1, softcap=8.0, scale=3.0
     ),
     "each": Case((70,), 64, 384, weights="bfloat16", softcap=8.0, scale=3.0, transpose_w=True),
-    "float16": Case((9,), 64, 320, dtype="float16", reduction="sum", label_smoothing=0.2),
+    "float16": Case((9,), 64, 320, dtype="float16", reduction="mean", label_smoothing=0.2),
     "float16_each": Case((9,), 64, 192, dtype="float16", weights="float32", transpose_w=True),
     "wide_weights": Case((130,), 64, 192, w_dtype="float32", reduction="mean"),
     "peaked": Case((23,), 64, 448, scale=30.0, reduction="mean", transpose_w=True),

@@ -158,6 +158,31 @@ def test_all_to_all_sends_no_padding_on_gpus():
     assert found["gathered"] == [[1, 4, 2]], found  # the loads
 
 
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
+def test_tokens_are_sent_in_their_dtype():
+    """With exchange="gather", forward and backward: all arrays of tokens have 16 bits; devices' shares add in 32."""
+    module = MixtureOfExperts(DIM, WIDTH, EXPERTS, 2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct((4, 6, DIM), jnp.bfloat16)
+    mesh = jax.sharding.AbstractMesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.make_jaxpr(lambda x: jax.vjp(module, x)[1](x))(x)
+    sent, sums = [], []
+    for equation in _equations(program.jaxpr):
+        given = equation.invars[0].aval if equation.invars else None
+        if equation.primitive.name in ("all_gather", "all_to_all", "reduce_scatter") and given.shape[-1] == DIM:
+            sent.append(str(given.dtype))
+        if equation.primitive.name == "reduce_sum" and given.shape == (4, 6, DIM):
+            sums.append(str(given.dtype))
+    assert sent == ["bfloat16"] * 4  # tokens and results, and their cotangents
+    assert sums == ["float32"]
+
+
 def test_all_to_all_needs_one_axis():
     rules = ShardingRules(axes=(("batch", ("a", "b")), ("tokens", ()), ("mlp", ()), ("expert", ("a", "b"))))
     module = MixtureOfExperts(DIM, WIDTH, EXPERTS, 2, exchange="all_to_all", rules=rules, rngs=nnx.Rngs(0))

@@ -229,6 +229,21 @@ def test_plan_of_quantized_rows():
     assert "quantize_rows" not in program
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("implementation", "devices", "want"), [("mosaic_gpu", 1, 2), ("mosaic_gpu", 2, 0), ("xla", 1, 0)]
+)
+def test_launches_that_quantize(implementation, devices, want, monkeypatch):
+    """The kernel quantizes x and w if the call runs by kernels, and XLA cannot shard the arrays over devices."""
+    monkeypatch.setattr(jax, "device_count", lambda *_: devices)
+    x, w = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16), jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16)
+    options = {"transpose_w": True, "precision": "fp8", "implementation": implementation}
+    with on_device("H200"):
+        call = lambda x, w, sizes: grouped_matmul(x, w, sizes, **options)
+        program = str(jax.make_jaxpr(call)(x, w, jax.ShapeDtypeStruct((8,), jnp.int32)))
+    assert program.count("name=matmul_quantize_rows_triton") == want
+
+
 def test_chunks_of_rows():
     """Each chunk multiplies by the scales of its own rows, forward and in the gradient of x."""
     x = X * 2.0 ** (jnp.arange(len(X)) % 7)[:, None]

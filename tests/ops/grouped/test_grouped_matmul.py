@@ -270,6 +270,9 @@ def test_plans():
         few = jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
         plans = [explain(grouped_matmul, y, w, sizes, implementation="triton") for y in (few, x)]
         assert [plan.config.forward.block_m for plan in plans] == [64, 128]
+    with on_device("A100"):
+        plans = explain(grouped_matmul, x, w, sizes), explain(grouped_gated_matmul, x, w, w, sizes)
+        assert [plan.config.forward.block_m for plan in plans] == [128, 64]  # a gated unit of 128 rows spills
 
 
 NOT_FOR_TRITON = {

@@ -14,7 +14,8 @@ import pytest
 
 from jax_kernels import explain, linear_cross_entropy
 from jax_kernels.dispatch import on_device
-from jax_kernels.inputs.linear_cross_entropy import LossOptions
+from jax_kernels.inputs.linear_cross_entropy import LossInputs, LossOptions
+from jax_kernels.ops.cross_entropy.implementations import SM90
 from jax_kernels.pallas.cross_entropy.passes.cotangents import RowTerms, cotangents
 from jax_kernels.pallas.cross_entropy.sm90 import losses
 from jax_kernels.pallas.triton import backend
@@ -156,6 +157,19 @@ def test_launches():
     many = jax.ShapeDtypeStruct((3, *given[0].shape), given[0].dtype)
     mapped = jax.vmap(jax.grad(loss("mean"), (0, 1)), (0, None, None))
     assert _launches(mapped, many, *given[1:]) == 1
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(4 * 128, "bfloat16"), (5 * 128, "float32")])
+def test_sums_of_chunks(tokens, dtype, monkeypatch):
+    """The dtype in which chunks of 128 tokens add w's gradient: float32 if there are more than four."""
+    monkeypatch.setattr(losses, "EXPONENTIAL_BYTES", 2 * 128 * 256)
+    types = _types(m=tokens, n=256, k=64)
+    inputs = LossInputs(x=types["x"], rows=jax.ShapeDtypeStruct((256, 64), jnp.bfloat16), targets=types["targets"])
+    options, cotangent = LossOptions(transpose_w=True), jax.ShapeDtypeStruct((tokens,), jnp.float32)
+    launch = {"config": SM90, "core_count": 132, "interpret": False}
+    run = lambda inputs, cotangent: losses.losses_and_gradients(inputs, options, cotangent, **launch)
+    (scan,) = [x for x in jax.make_jaxpr(run)(inputs, cotangent).eqns if x.primitive.name == "scan"]
+    assert scan.outvars[0].aval.dtype == dtype
 
 
 COMPILED = {
