@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
-FEW = ("bias, heads", "rms_norm")
+FEW = ("bias, heads", "rms_norm", "grouped in 8 bits")
 BATCH, HEADS, ROWS, WHOLE = Shard(0), Shard(2), Shard(1), Replicate()
 first = lambda x: x if isinstance(x, torch.Tensor) else x[0]
 
@@ -105,6 +105,18 @@ compare("matmul, rows", linear, [x, w, bias], [ROWS, WHOLE, WHOLE])
 compare("matmul, columns", linear, [x, w, bias], [WHOLE, Shard(1), Shard(0)])
 compare("gated", bridge.gated_matmul, [x, w, rand(16, 8)], [BATCH, WHOLE, WHOLE])
 compare("mlp", lambda x, a, b: bridge.mlp(x, a, b), [x, w, rand(8, 16)], [BATCH, WHOLE, WHOLE])
+rows, sizes = rand(10, 16), torch.tensor([3, 5]).int()
+of_groups = lambda x, w, b, n: bridge.grouped_matmul(x, w, n, bias=b, activation="silu")
+compare("grouped, columns", of_groups, [rows, rand(2, 16, 8), rand(2, 8), sizes], [WHOLE, Shard(2), Shard(1), WHOLE])
+gated = lambda x, a, b, n: bridge.grouped_gated_matmul(x, a, b, n)
+compare("grouped gated", gated, [rows, rand(2, 16, 8), rand(2, 16, 8), sizes], [WHOLE, Shard(2), Shard(2), WHOLE])
+eight = lambda x: x.to(torch.float8_e4m3fn)
+scaled = lambda x, w, s, n: bridge.grouped_matmul(x, eight(w), n, w_scale=s)
+both = lambda x, w, s, n: bridge.grouped_gated_matmul(x, eight(w), eight(w), n, w_gate_scale=s, w_up_scale=s)
+with torch.no_grad():
+    for name, function in {"grouped in 8 bits": scaled, "grouped gated in 8 bits": both}.items():
+        given = [rows, rand(2, 16, 8), rand(2, 8).abs(), sizes]
+        compare(name, function, given, [WHOLE, Shard(2), Shard(1), WHOLE])
 
 
 def refused(name, function, *tensors):
