@@ -319,7 +319,8 @@ class _Pairs:
         Pairs with such an expert come last. A token's experts differ, so at most min(each, owned) have a row.
         """
         pairs = experts.reshape(-1)
-        order = jnp.argsort(pairs, stable=True)
+        keys = pairs.astype(jnp.uint8) if owned < 256 else pairs  # a radix sort takes a pass for each byte
+        order = jnp.argsort(keys, stable=True)
         return cls(
             order=order[: experts.shape[0] * min(experts.shape[1], owned)],
             inverse=jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, order.shape[0]), unique_indices=True),
@@ -329,8 +330,7 @@ class _Pairs:
 
     def rows(self, x: jax.Array) -> jax.Array:
         """The token of each row, [rows, D], from x [N, D]. The gradient of a token is summed in float32."""
-        repeated = jnp.repeat(x.astype(jnp.float32), self.each, axis=0)
-        return _rows(repeated, self.order, self.inverse).astype(x.dtype)
+        return _token_rows(self.each, x, self.order, self.inverse)
 
     def summed(self, rows: jax.Array, weights: jax.Array) -> jax.Array:
         """The sum over each token's rows, times its weights [N, each]: float32 [N, D]. Pairs without a row add 0."""
@@ -394,3 +394,37 @@ def _taken_backward(_: None, inverse: jax.Array, cotangent: jax.Array) -> Any:
 
 
 _rows = functools.partial(in_both_modes(_taken, _taken_forward, _taken_backward), None)
+
+
+@jax.custom_jvp
+def _copied(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index] of x [N, D] and an index below N. Values of 16 bits are copied in pairs, in half as many loads."""
+    if x.dtype.itemsize != 2 or x.shape[1] % 2:
+        return x.at[index].get(mode="clip")
+    words = lax.bitcast_convert_type(x.reshape(x.shape[0], x.shape[1] // 2, 2), jnp.uint32)
+    copied = lax.bitcast_convert_type(words.at[index].get(mode="clip"), x.dtype)
+    return copied.reshape(index.shape[0], x.shape[1])
+
+
+@_copied.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, index), (dx, _) = primals, tangents
+    return _copied(x, index), dx.at[index].get(mode="clip")  # words of bits have no derivative
+
+
+def _token_rows_of(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """The token of each row, as _Pairs.rows returns them."""
+    return _copied(x, order // each)
+
+
+def _token_rows_forward(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array) -> Any:
+    return _token_rows_of(each, x, order, inverse), (order, inverse)
+
+
+def _token_rows_backward(each: int, residuals: Any, cotangent: jax.Array) -> Any:
+    order, inverse = residuals
+    of_pairs = _rows(cotangent.astype(jnp.float32), inverse, order)
+    return of_pairs.reshape(-1, each, cotangent.shape[1]).sum(1).astype(cotangent.dtype), None, None
+
+
+_token_rows = in_both_modes(_token_rows_of, _token_rows_forward, _token_rows_backward)

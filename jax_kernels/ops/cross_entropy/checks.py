@@ -14,6 +14,7 @@ from jax_kernels.masks.checks import is_int
 from jax_kernels.ops import checks
 from jax_kernels.ops.cross_entropy.implementations import LossRequest
 from jax_kernels.ops.cross_entropy.targets import check_targets, clipped, usable_targets
+from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.plain_numbers import plain
 
 __all__ = ["CheckedLoss", "check", "check_reduction", "checked_options", "request_of"]
@@ -62,6 +63,7 @@ def request_of(x: Any, w: Any, reduction: str, *, transpose_w: bool, softcap: fl
         w_dtype=str(w.dtype),
         reduction=reduction,
         softcap=softcap,
+        is_partitioned=is_partitioned(),
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from jax_kernels.models import GatedMLP, MixtureOfExperts
+from jax_kernels.models.layers.mixture_of_experts import _Pairs
 from jax_kernels.models.layers.routing import Routing, largest, route
 from jax_kernels.testing import rms_error
 from tests.support.oracles.experts import dense_experts
@@ -233,6 +234,38 @@ def test_logits_of_16_bits_are_exact():
     assert rms_error(dx, want) < 1.05 * rms_error(jnp.asarray(want, jnp.bfloat16), want)
     tangent = jax.jvp(lambda x: route(x, kernel, None, **given)[0], (x,), (jnp.ones_like(x),))[1]
     assert np.isfinite(tangent).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("width", [6, 7])
+def test_rows_of_tokens(width, dtype):
+    """The rows of each expert, and all derivatives, some pairs without a row. Values of 16 bits are copied in words."""
+    rng = np.random.default_rng(0)
+    pairs = _Pairs.of(jnp.array([[2, 0], [1, 3], [0, 2], [3, 1]]), 3)  # 3 is an expert of another device
+    x, dx = (jnp.asarray(rng.standard_normal((4, width)), dtype) for _ in range(2))
+    drows = jnp.asarray(rng.standard_normal((8, width)), dtype)
+    order = np.array([1, 4, 2, 7, 0, 5, 3, 6])
+    assert pairs.order.tolist() == order.tolist()
+    rows, of_dx = jax.jvp(pairs.rows, (x,), (dx,))
+    assert rows.dtype == dtype
+    assert jnp.array_equal(rows, x[order // 2])
+    assert jnp.array_equal(of_dx, dx[order // 2])
+    want = np.zeros((4, width))
+    np.add.at(want, order // 2, np.asarray(drows, np.float64))
+    found = jax.vjp(pairs.rows, x)[1](drows)[0]
+    assert jnp.array_equal(found, jnp.asarray(want.astype(np.float32), dtype))
+    square = lambda x: (pairs.rows(x) ** 2).sum()
+    moved = jax.jvp(jax.grad(square), (x,), (dx,))[1]
+    np.testing.assert_allclose(moved.astype(float), 4 * dx.astype(float), rtol=0.02)
+    assert jnp.array_equal(jax.jacrev(pairs.rows)(x), jax.jacfwd(pairs.rows)(x))
+
+
+@pytest.mark.parametrize("count", [254, 255, 256, 300])
+def test_order_of_many_experts(count):
+    """Experts from 0 to `count`, `count` for experts of other devices, also beyond 8 bits."""
+    experts = np.random.default_rng(0).permutation(count + 1)[:, None]
+    pairs = _Pairs.of(jnp.asarray(experts), count)
+    assert experts[np.asarray(pairs.order), 0].tolist() == list(range(count + 1))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12])

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels import explain, linear_cross_entropy
+from jax_kernels.ops.cross_entropy import checks
 from jax_kernels.reference import linear_cross_entropy as reference
 from jax_kernels.testing import linear_cross_entropy as cases
 from tests.support.cases import ids
@@ -220,6 +221,29 @@ def test_no_token_and_one_token(shape, reduction):
 
 def test_explain():
     plan = explain(linear_cross_entropy, X, W, TARGETS, reduction="mean")
+    assert plan.implementation == "xla"
+
+
+ORDERS = {
+    "h200 mean": ("h200", "mean", 128, "mosaic_gpu"),
+    "h200 sum": ("h200", "sum", 128, "mosaic_gpu"),
+    "h200 none": ("h200", "none", 128, "xla"),
+    "h200 odd vocabulary": ("h200", "mean", 129, "xla"),
+    "a100 mean": ("a100", "mean", 128, "xla"),
+}
+
+
+@pytest.mark.parametrize(("device", "reduction", "vocabulary", "want"), ORDERS.values(), ids=list(ORDERS))
+def test_the_first_implementation(device, reduction, vocabulary, want):
+    x, w = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((64, vocabulary), jnp.bfloat16)
+    plan = explain(linear_cross_entropy, x, w, jnp.zeros(4, jnp.int32), reduction=reduction, device=device)
+    assert plan.implementation == want
+
+
+def test_several_devices_keep_w_sharded(monkeypatch):
+    monkeypatch.setattr(checks, "is_partitioned", lambda: True)
+    x, w = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
+    plan = explain(linear_cross_entropy, x, w, jnp.zeros(4, jnp.int32), reduction="mean", device="h200")
     assert plan.implementation == "xla"
 
 
