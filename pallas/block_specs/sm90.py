@@ -186,12 +186,13 @@ GROUPED = (
         weight_gradient=GroupedSm90(block_n=256, stages=4, row_group=8),
         measured_on=H200,
     ),
-    # A gated unit in 8 bits: the blocks of the matmul, with half of the columns for each of its weights. Not measured.
+    # A gated unit in 8 bits: the blocks of the matmul, with half of the columns for each of its weights.
     GroupedRow(
         implementation="mosaic_gpu",
         bits=8,
         forward=GroupedSm90(block_n=256, stages=4, row_group=8),
         weight_gradient=GroupedSm90(block_n=256, stages=4, row_group=8),
+        measured_on=H200,
     ),
     FEW_GROUPED,
     GroupedRow(
