@@ -144,6 +144,7 @@ def _experts(config: TransformerConfig, rules: ShardingRules, rngs: nnx.Rngs) ->
         shared_experts=of.shared_experts,
         balance_bias=of.bias_rate is not None,
         exchange=of.exchange,
+        precision=config.precision,
         implementation=of.implementation,
         shared_implementation=config.mlp_implementation,
         dtype=config.dtype,

@@ -104,7 +104,7 @@ class TransformerConfig:
     precision: "fp8" for 8-bit matmuls in the blocks (q, k, v, out, gate, up and down), as in matmul; None for matmuls
       in dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token its own scale, so
       that no token depends on a later token. fp8_scaling, amax_history_length: with "fp8", as in Linear; with "delayed"
-      only the calls of `losses` record magnitudes.
+      only the calls of `losses` record magnitudes. Experts always have the scales of "row", from their own arrays.
     sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh has it; None to not shard them.
     sequence_strategy: with sharded tokens, as ring_attention's strategy; a LongNet has "auto".
     sequence_layout: with sharded tokens, as ring_attention's layout; None for "zigzag", or for "contiguous" in a
@@ -113,7 +113,7 @@ class TransformerConfig:
     qk_norm: whether an RMSNorm of each query and each key comes before the rotation, as in Qwen3.
     logit_softcap: caps the head's logits smoothly to (-logit_softcap, logit_softcap), as Gemma 2 does; None for no cap.
     experts: an ExpertsConfig, or its fields by name, for blocks with a mixture of experts instead of the gated MLP;
-      None for no such blocks. The experts run without "fp8" and without stages; scan_layers needs them in all blocks.
+      None for no such blocks. The experts run without stages; scan_layers needs them in all blocks.
 
     A size that is None is replaced by its default. A bad field raises ValueError or TypeError, which names it.
     """
@@ -200,10 +200,6 @@ class TransformerConfig:
             raise ValueError(f"ExpertsConfig.layers={self.experts.layers} must be below num_layers={self.num_layers}")
         if self.scan_layers and len(layers) < self.num_layers:
             raise ValueError(f"ExpertsConfig.layers={self.experts.layers} must be all blocks with scan_layers")
-        if self.precision is not None:
-            raise ValueError(
-                f"TransformerConfig.precision={self.precision!r} must be None with experts: they have no 8 bits"
-            )
 
     @property
     def expert_layers(self) -> tuple[int, ...]:

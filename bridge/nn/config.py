@@ -132,9 +132,8 @@ def _checked_experts(shape: types.SimpleNamespace) -> types.SimpleNamespace | No
         raise ValueError(f"config: got unknown fields of experts: {unknown}")
     if "num_experts" not in given:
         raise ValueError("config: got experts without num_experts")
-    if shape.precision is not None or shape.dtype != shape.param_dtype:
+    if shape.dtype != shape.param_dtype:
         raise ValueError(
-            f"config: got experts with dtype={shape.dtype!r}, param_dtype={shape.param_dtype!r} and precision="
-            f"{shape.precision!r}, want equal dtypes, and no precision"
+            f"config: got experts with dtype={shape.dtype!r} and param_dtype={shape.param_dtype!r}, want equal dtypes"
         )
     return types.SimpleNamespace(**{**_EXPERTS, **given})

@@ -1,7 +1,7 @@
 """MixtureOfExperts: a PyTorch module with this library's grouped_matmul."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,32 @@ class Routing(NamedTuple):
     balance_loss: torch.Tensor
 
 
+class _TokenRows(torch.autograd.Function):
+    """The token of each row, [N * each, D] from tokens [N, D], without a copy in float32.
+
+    A row is a pair of a token and one of its `each` experts. order: from a row to its pair. inverse: from a pair to its
+    row. The gradients of a token's rows are summed in float32.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, each: int) -> torch.Tensor:
+        return tokens[order // each]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, _, inverse, ctx.each = inputs
+        ctx.save_for_backward(inverse)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        of_pairs = gradient[inverse].unflatten(0, (-1, ctx.each))
+        summed_in = torch.promote_types(gradient.dtype, torch.float32)
+        return of_pairs.sum(1, dtype=summed_in).to(gradient.dtype), None, None, None
+
+
 class MixtureOfExperts(torch.nn.Module):
     """jax_kernels.models.MixtureOfExperts in PyTorch: its equations, on one GPU, with bridge.grouped_matmul.
 
@@ -48,6 +74,8 @@ class MixtureOfExperts(torch.nn.Module):
       weight_scale: a factor of the weights.
       shared_experts: the number of experts that all tokens use, with weight 1.
       balance_bias: whether there is an expert_bias, which is added to the scores for the choice of experts only.
+      precision: "fp8" for 8-bit matmuls of the experts and the shared experts, as in bridge.grouped_matmul, with a
+        scale for each row of x; None for matmuls in the parameters' dtype. The router stays in float32.
       implementation: of grouped_matmul.
       device, dtype: of the parameters; the router and expert_bias are in float32.
 
@@ -70,6 +98,7 @@ class MixtureOfExperts(torch.nn.Module):
         weight_scale: float = 1.0,
         shared_experts: int = 0,
         balance_bias: bool = False,
+        precision: str | None = None,
         implementation: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -90,10 +119,13 @@ class MixtureOfExperts(torch.nn.Module):
         if not 0 < weight_scale < math.inf:
             raise ValueError(f"weight_scale: got {weight_scale}, want a positive finite number")
         check_flags(gated=gated, renormalize=renormalize, balance_bias=balance_bias)
+        if precision not in (None, "fp8"):
+            raise ValueError(f"precision: got {precision!r}, want 'fp8' or None")
         check_activation(activation, is_optional=False)
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.activation, self.scores = activation, scores
-        self.renormalize, self.weight_scale, self.implementation = renormalize, float(weight_scale), implementation
+        self.renormalize, self.weight_scale = renormalize, float(weight_scale)
+        self.precision, self.implementation = precision, implementation
 
         def parameter(*shape: int, dtype: torch.dtype | None = dtype) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -107,7 +139,8 @@ class MixtureOfExperts(torch.nn.Module):
         self.shared = None
         if shared_experts:
             width = shared_experts * mlp_dim
-            self.shared = GatedMLP(model_dim, width, activation=activation, device=device, dtype=dtype)
+            of_8_bits = {} if precision is None else {"precision": precision, "scaling": "row"}
+            self.shared = GatedMLP(model_dim, width, activation=activation, device=device, dtype=dtype, **of_8_bits)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -136,14 +169,18 @@ class MixtureOfExperts(torch.nn.Module):
         weights, experts, routing = self._route(tokens)
         pairs = experts.flatten()
         order = pairs.argsort(stable=True)
-        of_all = {"group_sizes": routing.load, "implementation": self.implementation}
-        # Repeated in float32, in which the gradients of a token are summed.
-        rows = tokens.float().repeat_interleave(each, 0)[order].to(x.dtype)
+        of_all = {
+            "group_sizes": routing.load,
+            "precision": self.precision,
+            "implementation": self.implementation,
+        }
+        inverse = order.argsort()
+        rows = _TokenRows.apply(tokens, order, inverse, each)
         if self.gate_proj is None:
             hidden = grouped_matmul(rows, self.up_proj, activation=self.activation, **of_all)
         else:
             hidden = grouped_gated_matmul(rows, self.gate_proj, self.up_proj, activation=self.activation, **of_all)
-        out = grouped_matmul(hidden, self.down_proj, **of_all)[order.argsort()].float().unflatten(0, (-1, each))
+        out = grouped_matmul(hidden, self.down_proj, **of_all)[inverse].float().unflatten(0, (-1, each))
         out = (weights[..., None] * out).sum(1).view(x.shape)
         if self.shared is not None:
             out = out + self.shared(x).float()

@@ -308,6 +308,7 @@ def _experts(shape: types.SimpleNamespace) -> MixtureOfExperts:
         weight_scale=experts.weight_scale,
         shared_experts=experts.shared_experts,
         balance_bias=experts.bias_rate is not None,
+        precision=shape.precision,
         implementation=experts.implementation,
         dtype=shape.param_dtype,
     )

@@ -13,18 +13,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_kernels.models.config import check_choices, check_exchange, check_kind, check_size
+from jax_kernels.models.config import check_choices, check_exchange, check_kind, check_precision, check_size
 from jax_kernels.models.layers.linear import GatedMLP
-from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, loads, route
+from jax_kernels.models.layers.pairs import Pairs, permuted_rows
+from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, route
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.models.parallel.token_exchange import exchange_rows
 from jax_kernels.ops.checks import checked_array
 from jax_kernels.ops.grouped.experts import gated_experts
-from jax_kernels.ops.grouped.grouped_matmul import grouped_matmul
+from jax_kernels.ops.grouped.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from jax_kernels.ops.matmul.checks import checked_activation
 from jax_kernels.ops.matmul.mlp import RESIDUALS
 from jax_kernels.plain_numbers import plain_arguments
-from jax_kernels.tracing.derivatives import in_both_modes
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["MixtureOfExperts"]
@@ -69,6 +69,9 @@ class MixtureOfExperts(nnx.Module):
         share of the results in x's dtype; the sum is in float32. "all_to_all": a token is sent to the devices of its
         experts, once for each expert, which sends less if the devices are more than experts_per_token. On GPUs it is
         many times slower than "gather".
+      precision: "fp8" for 8-bit matmuls of the experts and the shared experts, as in grouped_matmul: with a scale for
+        each row of x and for each column of an expert's matrix. The router keeps its precision. None for matmuls in
+        dtype.
       implementation: of grouped_matmul. shared_implementation: of the shared experts, as in GatedMLP.
       kernel_init: of the experts' and the router's matrices; None for LeCun normal.
       dtype: of the computation, but for the router; None for the promoted dtype of x and the experts' parameters.
@@ -99,6 +102,7 @@ class MixtureOfExperts(nnx.Module):
         shared_experts: int = 0,
         balance_bias: bool = False,
         exchange: str = "gather",
+        precision: str | None = None,
         implementation: str | None = None,
         shared_implementation: str | None = None,
         kernel_init: Any = None,
@@ -113,6 +117,7 @@ class MixtureOfExperts(nnx.Module):
         for name, flag in (("gated", gated), ("renormalize", renormalize), ("balance_bias", balance_bias)):
             check_kind(name, flag, bool, "a bool")
         check_exchange("", exchange)
+        check_precision("", precision, None)
         check_kind("implementation", implementation, str | None, "a name or None")
         check_kind("rules", rules, ShardingRules | None, "ShardingRules or None")
         check_kind("rngs", rngs, nnx.Rngs, "nnx.Rngs")
@@ -125,7 +130,8 @@ class MixtureOfExperts(nnx.Module):
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.activation, self.gated = activation, gated
         self.scores, self.renormalize, self.weight_scale = scores, renormalize, float(weight_scale)
-        self.exchange, self.implementation, self.dtype = exchange, implementation, dtype
+        self.exchange, self.precision = exchange, precision
+        self.implementation, self.dtype = implementation, dtype
         self.rules = ShardingRules() if rules is None else rules
 
         initialize = kernel_init or nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
@@ -139,6 +145,8 @@ class MixtureOfExperts(nnx.Module):
         options: dict[str, Any] = {} if kernel_init is None else {"kernel_init": kernel_init}
         shared = functools.partial(GatedMLP, model_dim, shared_experts * mlp_dim, activation=activation, rngs=rngs)
         options |= {"implementation": shared_implementation, "dtype": dtype, "param_dtype": param_dtype}
+        if precision is not None:
+            options |= {"precision": precision, "scaling": "row"}
         self.shared = shared(**options) if shared_experts else None
 
     def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
@@ -260,7 +268,7 @@ class MixtureOfExperts(nnx.Module):
             return out.reshape(x.shape), routing
         tokens, weights, experts = (devices.gathered(y) for y in (tokens, weights, experts))
         owned = up.shape[0]
-        pairs = _Pairs.of(devices.local(experts, owned), owned)
+        pairs = Pairs.of(devices.local(experts, owned), owned)
         out = pairs.summed(self._experts(pairs.rows(tokens), pairs.sizes, kernels), weights)
         return devices.summed(devices.scattered(out, x.dtype)).reshape(x.shape), routing
 
@@ -271,16 +279,16 @@ class MixtureOfExperts(nnx.Module):
         axis of the devices, each with the next of the experts.
         """
         owned, (count, each) = kernels[0].shape[0], experts.shape
-        pairs = _Pairs.of(experts, self.num_experts)
+        pairs = Pairs.of(experts, self.num_experts)
         loads = lax.all_gather(pairs.sizes.reshape(-1, owned), axis)  # [sender, receiver, expert of the receiver]
         sizes = loads.sum(-1)
         received = exchange_rows(pairs.rows(x), sizes.shape[0] * count * min(each, owned), sizes, axis)
         # Received rows come by sender, then by expert: sorted by expert, each sender's rows keep their order.
         ends = jnp.cumsum(loads[:, lax.axis_index(axis)].reshape(-1))
         source = jnp.searchsorted(ends, lax.iota(jnp.int32, received.shape[0]), side="right")
-        own = _Pairs.of(jnp.where(source < ends.shape[0], source % owned, owned)[:, None], owned)
-        results = self._experts(_rows(received, own.order, own.inverse), own.sizes, kernels)
-        returned = exchange_rows(_rows(results, own.inverse, own.order), count * each, sizes.T, axis)
+        own = Pairs.of(jnp.where(source < ends.shape[0], source % owned, owned)[:, None], owned)
+        results = self._experts(permuted_rows(received, own.order, own.inverse), own.sizes, kernels)
+        returned = exchange_rows(permuted_rows(results, own.inverse, own.order), count * each, sizes.T, axis)
         return pairs.summed(returned, weights)
 
     def _experts(self, rows: Any, sizes: Any, kernels: Any) -> jax.Array:
@@ -291,6 +299,8 @@ class MixtureOfExperts(nnx.Module):
         """
         up, down, gate = kernels
         how = {"group_sizes": sizes, "implementation": self.implementation}
+        if self.precision is not None:
+            return self._experts_of_8_bits(rows, kernels, how | {"precision": self.precision})
         if gate is not None:
             return gated_experts(rows, gate, up, down, activation=self.activation, **how)
         activation = checked_activation(self.activation)
@@ -298,44 +308,17 @@ class MixtureOfExperts(nnx.Module):
         hidden = activation(checkpoint_name(grouped_matmul(rows, up, **how), RESIDUALS[1]).astype(jnp.float32))
         return grouped_matmul(hidden.astype(rows.dtype), down, **how)
 
+    def _experts_of_8_bits(self, rows: Any, kernels: Any, how: dict[str, Any]) -> jax.Array:
+        """The result of _experts by 8-bit matmuls, with the activation in the first one's epilogue.
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Pairs:
-    """The pairs of a token and one of its experts, sorted by expert: a row for each.
-
-    order: from a row to its pair. inverse: from a pair to its row. sizes: int32 [experts], the rows of each expert.
-    each: the pairs of a token.
-    """
-
-    order: jax.Array
-    inverse: jax.Array
-    sizes: jax.Array
-    each: int
-
-    @classmethod
-    def of(cls, experts: jax.Array, owned: int) -> "_Pairs":
-        """The pairs of tokens whose experts are [N, each], from 0 to owned - 1; `owned` is an expert of other devices.
-
-        Pairs with such an expert come last. A token's experts differ, so at most min(each, owned) have a row.
+        kernels: as in _experts. how: options of grouped_matmul.
         """
-        pairs = experts.reshape(-1)
-        keys = pairs.astype(jnp.uint8) if owned < 256 else pairs  # a radix sort takes a pass for each byte
-        order = jnp.argsort(keys, stable=True)
-        return cls(
-            order=order[: experts.shape[0] * min(experts.shape[1], owned)],
-            inverse=jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, order.shape[0]), unique_indices=True),
-            sizes=loads(pairs, owned),
-            each=experts.shape[1],
-        )
-
-    def rows(self, x: jax.Array) -> jax.Array:
-        """The token of each row, [rows, D], from x [N, D]. The gradient of a token is summed in float32."""
-        return _token_rows(self.each, x, self.order, self.inverse)
-
-    def summed(self, rows: jax.Array, weights: jax.Array) -> jax.Array:
-        """The sum over each token's rows, times its weights [N, each]: float32 [N, D]. Pairs without a row add 0."""
-        of_pairs = _rows(rows.astype(jnp.float32), self.inverse, self.order)
-        return (weights[..., None] * of_pairs.reshape(*weights.shape, rows.shape[1])).sum(1)
+        up, down, gate = kernels
+        if gate is None:
+            hidden = grouped_matmul(rows, up, activation=self.activation, **how)
+        else:
+            hidden = grouped_gated_matmul(rows, gate, up, activation=self.activation, **how)
+        return grouped_matmul(hidden, down, **how)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,53 +361,3 @@ class _Devices:
         """The sum over the devices that have the same tokens, and other experts or columns of mlp_dim."""
         axes = (*self.repeated, *self.wide)
         return lax.psum(out, axes) if axes else out
-
-
-def _taken(_: None, x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[index], with 0 for an index past x's end. `inverse` is the inverse permutation, or its beginning."""
-    return x.at[index].get(mode="fill", fill_value=0)
-
-
-def _taken_forward(_: None, x: jax.Array, index: jax.Array, inverse: jax.Array) -> Any:
-    return _taken(None, x, index, inverse), inverse
-
-
-def _taken_backward(_: None, inverse: jax.Array, cotangent: jax.Array) -> Any:
-    return _taken(None, cotangent, inverse, inverse), None, None  # a gather, where JAX would scatter
-
-
-_rows = functools.partial(in_both_modes(_taken, _taken_forward, _taken_backward), None)
-
-
-@jax.custom_jvp
-def _copied(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index] of x [N, D] and an index below N. Values of 16 bits are copied in pairs, in half as many loads."""
-    if x.dtype.itemsize != 2 or x.shape[1] % 2:
-        return x.at[index].get(mode="clip")
-    words = lax.bitcast_convert_type(x.reshape(x.shape[0], x.shape[1] // 2, 2), jnp.uint32)
-    copied = lax.bitcast_convert_type(words.at[index].get(mode="clip"), x.dtype)
-    return copied.reshape(index.shape[0], x.shape[1])
-
-
-@_copied.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x, index), (dx, _) = primals, tangents
-    return _copied(x, index), dx.at[index].get(mode="clip")  # words of bits have no derivative
-
-
-def _token_rows_of(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """The token of each row, as _Pairs.rows returns them."""
-    return _copied(x, order // each)
-
-
-def _token_rows_forward(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array) -> Any:
-    return _token_rows_of(each, x, order, inverse), (order, inverse)
-
-
-def _token_rows_backward(each: int, residuals: Any, cotangent: jax.Array) -> Any:
-    order, inverse = residuals
-    of_pairs = _rows(cotangent.astype(jnp.float32), inverse, order)
-    return of_pairs.reshape(-1, each, cotangent.shape[1]).sum(1).astype(cotangent.dtype), None, None
-
-
-_token_rows = in_both_modes(_token_rows_of, _token_rows_forward, _token_rows_backward)

@@ -78,10 +78,15 @@ class QuantizedMixtureOfExperts(MixtureOfExperts):
 
         Raises:
           TypeError: experts is not a MixtureOfExperts, or has low-bit weights already.
-          ValueError: an option of quantize is wrong.
+          ValueError: an option of quantize is wrong, or experts has a precision.
         """
         if not isinstance(experts, MixtureOfExperts) or isinstance(experts, QuantizedMixtureOfExperts):
             raise TypeError(f"experts: got {type(experts).__name__}, want a MixtureOfExperts with float weights")
+        if experts.precision is not None:
+            raise ValueError(
+                f"experts.precision: got {experts.precision!r} with low-bit weights, want None; a model with "
+                "precision='fp8' has the same parameters as a model without it"
+            )
         for name, value in vars(experts).items():
             if not name.startswith("_") and name not in ("gate_proj", "up_proj", "down_proj"):
                 setattr(self, name, value)

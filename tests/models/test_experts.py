@@ -232,6 +232,16 @@ def test_low_bit_weights_of_a_model():
         quantize_weights(transformer, "int4")
 
 
+def test_a_model_of_8_bits():
+    """Blocks with experts and blocks without run in 8 bits, with the parameters of a model without."""
+    plain, low = model({"layers": [1]}), model({"layers": [1]}, precision="fp8", scaling="row")
+    assert low.layers[1].mlp.precision == "fp8"
+    assert rms_error(low(TOKENS), plain(TOKENS)) < 0.2  # a token may choose another expert
+    assert rms_error(low(TOKENS), plain(TOKENS)) > 1e-3
+    with pytest.raises(ValueError, match=r"precision: got 'fp8' with low-bit weights, want None"):
+        quantize_weights(low, "int8")
+
+
 def test_config_round_trip():
     config = config_of({"layers": [1], "bias_rate": 1e-3, "scores": "sigmoid"})
     assert config.experts.layers == (1,)
@@ -246,7 +256,7 @@ ERRORS = {
     "layers": (lambda: config_of({"layers": (2,)}), ValueError, r"layers=\(2,\) must be below num_layers=2"),
     "no layers": (lambda: config_of({"layers": ()}), TypeError, r"layers=\(\) must be a tuple"),
     "scan": (lambda: config_of({"layers": (0,)}, scan_layers=True), ValueError, "must be all blocks with scan_layers"),
-    "fp8": (lambda: config_of(precision="fp8"), ValueError, "precision='fp8' must be None with experts"),
+    "precision": (lambda: config_of(precision="fp4"), ValueError, "precision='fp4' must be 'fp8' or None"),
     "each": (lambda: config_of({"experts_per_token": 5}), ValueError, "experts_per_token: got 5, want 1 to 4"),
     "rate": (lambda: config_of({"bias_rate": -1.0}), ValueError, "ExpertsConfig.bias_rate=-1.0 must be positive"),
     "balance": (lambda: config_of({"balance_loss": "a"}), TypeError, "balance_loss='a' must be a number"),

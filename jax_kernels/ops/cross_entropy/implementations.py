@@ -33,8 +33,8 @@ MEASURED = "measured on an NVIDIA H200, at two shapes and with reduction='mean'"
 class LossRequest(Request):
     """A linear cross-entropy without its arrays: x [tokens, depth], w [depth, vocabulary].
 
-    dtype: x's. w_dtype: w's. reduction: "none", "mean" or "sum". softcap: of the logits, or None. is_partitioned: whether
-    XLA may shard the call over several devices.
+    dtype: x's. w_dtype: w's. reduction: "none", "mean" or "sum". softcap: of the logits, or None. is_partitioned:
+    whether XLA may shard the call over several devices.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ("tokens", "depth", "vocabulary")
@@ -118,7 +118,11 @@ def _order(request: LossRequest) -> tuple[tuple[str, ...], str]:
     if request.is_partitioned:
         return ("xla", "mosaic_gpu", "triton"), "with several devices, as xla alone keeps w sharded over the vocabulary"
     if request.reduction == "none":
-        return ("xla", "mosaic_gpu", "triton"), "the order of xla and triton on an NVIDIA H200; mosaic_gpu is not measured"
+        return (
+            "xla",
+            "mosaic_gpu",
+            "triton",
+        ), "the order of xla and triton on an NVIDIA H200; mosaic_gpu is not measured"
     return ("mosaic_gpu", "xla", "triton"), "the order on an NVIDIA H200"
 
 

@@ -20,6 +20,8 @@ CASES = {
     "sigmoid": {"scores": "sigmoid", "weight_scale": 2.5, "balance_bias": True, "shared_experts": 1},
     "no_gate": {"gated": False, "renormalize": False, "activation": "relu"},
     "all_to_two": {"balance_bias": True},
+    "fp8": {"precision": "fp8", "shared_experts": 1},
+    "fp8_no_gate": {"precision": "fp8", "gated": False, "activation": "relu"},
 }
 
 
@@ -46,13 +48,14 @@ def test_equals_flax(name):
         return jnp.sin(out).sum() + routing.balance_loss, (out, routing)
 
     (of_parameters, of_x), (want, of_flax) = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))(flax, jnp.asarray(X))
-    assert rms_error(out.detach().numpy(), np.asarray(want)) < 1e-6
+    wide = 1000 if "fp8" in name else 1  # a last bit of a value may move it to the next of 8 bits
+    assert rms_error(out.detach().numpy(), np.asarray(want)) < wide * 1e-6
     assert routing.load.tolist() == of_flax.load.tolist()
     np.testing.assert_allclose(routing.balance_loss.item(), of_flax.balance_loss, rtol=1e-5)
-    assert rms_error(x.grad.numpy(), np.asarray(of_x)) < 1e-5
+    assert rms_error(x.grad.numpy(), np.asarray(of_x)) < wide * 1e-5
     gradients = weights.from_flax(nnx.to_pure_dict(of_parameters))
     for key, parameter in module.named_parameters():
-        assert rms_error(parameter.grad.numpy(), gradients[key].numpy()) < 1e-5, key
+        assert rms_error(parameter.grad.numpy(), gradients[key].numpy()) < wide * 1e-5, key
     residual = torch.ones(2, 7, DIM)
     torch.testing.assert_close(module(x, residual), out + 1)
 
@@ -114,7 +117,7 @@ def test_bad_inputs_are_named():
     for changes, message in (
         (
             {"experts": {"num_experts": 2}, "dtype": "bfloat16"},
-            "config: got experts with dtype='bfloat16', param_dtype=",
+            "config: got experts with dtype='bfloat16' and param_dtype='float32'",
         ),
         ({"experts": {"number": 2}}, r"config: got unknown fields of experts: \['number'\]"),
         ({"experts": {"experts_per_token": 2}}, "config: got experts without num_experts"),
