@@ -12,6 +12,7 @@ from jax_kernels.bridge.direct import program_cache
 from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
 from jax_kernels.bridge.direct.executable import chain_of
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction
+from jax_kernels.ops.sharding.partitioning import on_one_device
 
 __all__ = ["Target", "compile_chain"]
 
@@ -92,7 +93,7 @@ def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.Sha
     )
     # keep_unused makes every argument a parameter of the executable.
     flat = jax.jit(lambda *arrays: tuple(function(*arrays)), keep_unused=True)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), on_one_device():
         try:
             lowered = flat.lower(*placed)
         except Exception as error:  # the caller's error: the DLPack route raises it again

@@ -63,8 +63,13 @@ def request_of(x: Any, w: Any, reduction: str, *, transpose_w: bool, softcap: fl
         w_dtype=str(w.dtype),
         reduction=reduction,
         softcap=softcap,
-        is_partitioned=is_partitioned(),
+        is_partitioned=is_partitioned() and not (_is_on_one_device(x) and _is_on_one_device(w)),
     )
+
+
+def _is_on_one_device(x: Any) -> bool:
+    """Whether x is a concrete array on one device. A traced array may be on several."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and len(x.devices()) == 1
 
 
 def check_reduction(reduction: Any) -> None:

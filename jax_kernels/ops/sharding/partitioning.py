@@ -25,12 +25,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax_kernels import dispatch
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["ArrayAxes", "Axis", "ByIndex", "Shares", "is_partitioned", "partitioned"]
+__all__ = ["ArrayAxes", "Axis", "ByIndex", "Shares", "is_partitioned", "on_one_device", "partitioned"]
 
 # The custom calls of kernels. jax.export refuses them by default, since their text may change with JAX. It is not kept.
 KERNEL_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "mosaic_gpu_v2")
 
 _INSIDE_PARTITIONED = contextvars.ContextVar("inside_partitioned", default=False)
+_ON_ONE_DEVICE = jax.make_user_context(False)  # part of the keys of jit's caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +151,21 @@ def is_partitioned() -> bool:
 
     It may if there are several devices, and all axes of the mesh are Auto, or a shard_map leaves exactly one Auto axis
     to XLA. With several Auto axes in a shard_map, XLA would not tell the kernel's rule which axis is which. False while
-    a kernel is traced for a device's shard.
+    a kernel is traced for a device's shard, and in on_one_device without a mesh.
     """
     if jax.device_count() == 1 or _INSIDE_PARTITIONED.get():
         return False
     mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty and _ON_ONE_DEVICE.value:
+        return False
     if AxisType.Manual not in mesh.axis_types:
         return AxisType.Explicit not in mesh.axis_types
     return AxisType.Explicit not in mesh.axis_types and len(_shared_axes(mesh)) == 1
+
+
+def on_one_device() -> contextlib.AbstractContextManager[None]:
+    """A context manager: outside of a mesh, the arrays of the calls inside it are on one device of several."""
+    return _ON_ONE_DEVICE(True)
 
 
 @contextlib.contextmanager

@@ -209,6 +209,16 @@ def test_masks_of_a_chain_are_its_first_inputs():
     assert got.tolist() == [-3.0, -1.0]
 
 
+def test_the_limit_holds_on_a_host_of_several_devices(monkeypatch):
+    """A call of the bridge is for one device, so that its limit splits the call before it runs out of memory."""
+    monkeypatch.setattr(jax, "device_count", lambda *_: 2)
+    x, w = torch.randn(8, 4), torch.randn(4, 6)
+    with memory_limit(50), chunks.forced(1) as split:
+        got = bridge.matmul(x, w)
+    assert max(split) > 1
+    torch.testing.assert_close(got, x @ w)
+
+
 def test_a_cached_call_depends_on_the_limit(monkeypatch):
     cache, x = call_cache.CallCache(), torch.rand(2)
     make = lambda: call_cache.CachedCall(lambda x: [x], lambda results: results)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels import explain, linear_cross_entropy
-from jax_kernels.ops.cross_entropy import checks
+from jax_kernels.ops.sharding.partitioning import on_one_device
 from jax_kernels.reference import linear_cross_entropy as reference
 from jax_kernels.testing import linear_cross_entropy as cases
 from tests.support.cases import ids
@@ -241,10 +241,17 @@ def test_the_first_implementation(device, reduction, vocabulary, want):
 
 
 def test_several_devices_keep_w_sharded(monkeypatch):
-    monkeypatch.setattr(checks, "is_partitioned", lambda: True)
+    """Under jit on a host of several devices XLA may shard w; a concrete array on one device is not sharded."""
+    monkeypatch.setattr(jax, "device_count", lambda *_: 2)
     x, w = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
-    plan = explain(linear_cross_entropy, x, w, jnp.zeros(4, jnp.int32), reduction="mean", device="h200")
-    assert plan.implementation == "xla"
+    chosen = lambda x, w: explain(
+        linear_cross_entropy, x, w, jnp.zeros(4, jnp.int32), reduction="mean", device="h200"
+    ).implementation
+    found = []
+    jax.jit(lambda x, w: found.append(chosen(x, w)))(x, w)
+    with on_one_device():
+        jax.jit(lambda x, w: found.append(chosen(x, w)))(x, w)
+    assert [*found, chosen(x, w)] == ["xla", "mosaic_gpu", "mosaic_gpu"]
 
 
 BAD = {
