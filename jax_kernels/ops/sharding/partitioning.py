@@ -151,12 +151,12 @@ def is_partitioned() -> bool:
 
     It may if there are several devices, and all axes of the mesh are Auto, or a shard_map leaves exactly one Auto axis
     to XLA. With several Auto axes in a shard_map, XLA would not tell the kernel's rule which axis is which. False while
-    a kernel is traced for a device's shard, and in on_one_device without a mesh.
+    a kernel is traced for a device's shard, on a mesh of one device, and in on_one_device without a mesh.
     """
     if jax.device_count() == 1 or _INSIDE_PARTITIONED.get():
         return False
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty and _ON_ONE_DEVICE.value:
+    if _ON_ONE_DEVICE.value if mesh.empty else mesh.size == 1:
         return False
     if AxisType.Manual not in mesh.axis_types:
         return AxisType.Explicit not in mesh.axis_types

@@ -251,7 +251,9 @@ def test_several_devices_keep_w_sharded(monkeypatch):
     jax.jit(lambda x, w: found.append(chosen(x, w)))(x, w)
     with on_one_device():
         jax.jit(lambda x, w: found.append(chosen(x, w)))(x, w)
-    assert [*found, chosen(x, w)] == ["xla", "mosaic_gpu", "mosaic_gpu"]
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        jax.jit(lambda x, w: found.append(chosen(x, w)))(x, w)
+    assert [*found, chosen(x, w)] == ["xla", *["mosaic_gpu"] * 3]
 
 
 BAD = {
