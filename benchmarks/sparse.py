@@ -9,13 +9,14 @@
 Patterns:
 
     block          random blocks, the same number in each row of blocks
+    top-k-blocks   for each block of queries the blocks of keys with the largest scores, in dynamic_mask_attention
     window         keys near the query
     random         pairs drawn one by one, so no block is dead
     structured     a window and global tokens
     causal-window  the last --window keys of each query, including its own
     causal-prefix  the same keys, and the first --prefix keys, which every query sees
 
-The first four are not causal. Their sparsity is the fraction of masked pairs; the last two have no sparsity.
+The first five are not causal. Their sparsity is the fraction of masked pairs; the last two have no sparsity.
 
 Contenders, each checked against float32 before it is timed:
 
@@ -52,7 +53,7 @@ from harness.timing import METHODS, Built, Contender, alternate, skipped, speed_
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 
-OF_SPARSITY = ("block", "window", "random", "structured")
+OF_SPARSITY = ("block", "top-k-blocks", "window", "random", "structured")
 PATTERNS = (*OF_SPARSITY, "causal-window", "causal-prefix")
 FLEX = {"torch-flex": "TRITON", "torch-flex-flash": "FLASH"}  # the backend of flex_attention
 CONTENDERS = ("dense", "prepared-mask", "mask", "window-argument", "array", "jax-cudnn-bias", *FLEX)
@@ -104,6 +105,10 @@ def pattern_of(name: str, sparsity: float | None, args: argparse.Namespace) -> M
     keep = 1 - sparsity
     if name == "block":
         return random_blocks(seq, keep, block)
+    if name == "top-k-blocks":
+        cells = -(-seq // block)
+        scores = np.random.default_rng(0).random((cells, cells), np.float32)
+        return MaskPattern(masks.top_k_blocks(scores, max(1, round(keep * cells)), block))
     if name == "random":
         array = np.random.default_rng(0).random((seq, seq), np.float32) < keep
         np.fill_diagonal(array, True)
@@ -157,9 +162,18 @@ def names_of(pattern: str, args: argparse.Namespace) -> list[str]:
 
 
 def build(
-    name: str, case: Case, pattern: MaskPattern, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace
+    name: str,
+    case: Case,
+    pattern: MaskPattern,
+    keep: jax.Array,
+    sets: Sequence[InputSet],
+    args: argparse.Namespace,
+    is_dynamic: bool = False,
 ) -> Contender:
-    """A contender, compiled and run once. keep: the mask as a bool array [seq, seq]."""
+    """A contender, compiled and run once.
+
+    keep: the mask as a bool array [seq, seq]. is_dynamic: whether a Mask is given to dynamic_mask_attention.
+    """
     contender = Contender(name, framework(name))
     with contender.attempt():
         if name in FLEX:
@@ -174,7 +188,8 @@ def build(
             attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
             built = from_function(lambda bias, *qkv: attend(*qkv, bias=bias), case, sets, plan, bias)
         else:
-            op = dynamic_mask_attention if name == "array" else flash_attention
+            is_dynamic = name == "array" or (is_dynamic and name != "dense")
+            op = dynamic_mask_attention if is_dynamic else flash_attention
             given, named = of_ours(name, pattern, keep, sets[0], args.implementation)
             plan = str(explain(op, *sets[0].qkv, mask=given, **named))
             built = from_function(lambda m, *qkv: op(*qkv, mask=m, **named), case, sets, plan, given)
@@ -215,10 +230,12 @@ def checked(
     sets: Sequence[InputSet],
     args: argparse.Namespace,
     deadline: float,
+    is_dynamic: bool = False,
 ) -> list[Contender]:
     """The contenders of a case, built and checked."""
+    is_late = lambda: time.monotonic() > deadline
     found = [
-        skipped(name, framework(name)) if time.monotonic() > deadline else build(name, case, pattern, keep, sets, args)
+        skipped(name, framework(name)) if is_late() else build(name, case, pattern, keep, sets, args, is_dynamic)
         for name in names
     ]
     wanted = functools.cache(lambda is_dense: right(case, None if is_dense else keep, sets[0]))
@@ -270,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say("  skipped: the time budget is spent")
                 found = [skipped(name, framework(name)) for name in names]
             else:
-                found = checked(names, case, pattern, keep, sets, args, deadline)
+                found = checked(names, case, pattern, keep, sets, args, deadline, name == "top-k-blocks")
                 alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
             dense = next((c.times for c in found if c.name == "dense"), [])
             results["rows"] += [row_of(contender, case, facts, dense) for contender in found]

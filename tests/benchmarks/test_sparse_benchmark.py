@@ -19,7 +19,10 @@ def test_masks_have_their_sparsity(pattern, sparsity):
     assert dense.any(axis=1).all()
     assert dense.mean() == pytest.approx(1 - sparsity, abs=0.02)
     assert sparse.kept_share(keep) == dense.mean()
-    assert (made.window is None, made.tokens > 0) == (pattern in ("block", "random"), pattern == "structured")
+    assert (made.window is None, made.tokens > 0) == (
+        pattern in ("block", "top-k-blocks", "random"),
+        pattern == "structured",
+    )
     if made.window is not None:
         rule = sparse._window_rule(*made.window, made.tokens, made.prefix, *np.ogrid[:200, :200])
         np.testing.assert_array_equal(rule, dense)
@@ -115,7 +118,10 @@ def test_wrong_results_are_not_timed(mode, make_case):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--pattern causal", "pattern: got 'causal', want some of block, window, random, structured, causal"),
+        (
+            "--pattern causal",
+            "pattern: got 'causal', want some of block, top-k-blocks, window, random, structured, causal",
+        ),
         ("--sparsity 1", "sparsity: got [1.0], want numbers from 0 to below 1"),
         ("--mode forward", "mode: got 'forward', want some of fwd, bwd, fwdbwd"),
         ("--contenders ours", "contenders: got 'ours', want some of dense"),

@@ -244,9 +244,9 @@ def test_several_devices_keep_w_sharded(monkeypatch):
     """Under jit on a host of several devices XLA may shard w; a concrete array on one device is not sharded."""
     monkeypatch.setattr(jax, "device_count", lambda *_: 2)
     x, w = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
-    chosen = lambda x, w: explain(
-        linear_cross_entropy, x, w, jnp.zeros(4, jnp.int32), reduction="mean", device="h200"
-    ).implementation
+    chosen = lambda x, w: (
+        explain(linear_cross_entropy, x, w, jnp.zeros(4, jnp.int32), reduction="mean", device="h200").implementation
+    )
     found = []
     jax.jit(lambda x, w: found.append(chosen(x, w)))(x, w)
     with on_one_device():
