@@ -120,7 +120,7 @@ def test_wrong_results_are_not_timed(mode, make_case):
     [
         (
             "--pattern causal",
-            "pattern: got 'causal', want some of block, top-k-blocks, window, random, structured, causal",
+            "pattern: got 'causal', want some of block, top-k-blocks, window, random, structured",
         ),
         ("--sparsity 1", "sparsity: got [1.0], want numbers from 0 to below 1"),
         ("--mode forward", "mode: got 'forward', want some of fwd, bwd, fwdbwd"),
