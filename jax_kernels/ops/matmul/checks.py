@@ -53,9 +53,9 @@ def check(
     w, w_scale, of_w = fp8.as_arrays("w", w, w_scale, -1 if transpose_w else -2)
     given = getattr(x, "dtype", None)
     x, w, precision = _rounded(x, w, precision)
-    x, w = _checked_operands(x, w, transpose_w)
+    x, w = _checked_operands(x, w, transpose_w, keeps_x=of_w is not None)
     is_quantized = x.dtype in fp8.DTYPES
-    precision = _checked_precision(precision, x.dtype)
+    precision = _checked_precision(precision, w.dtype)
     scales: dict[str, Any] = {"scaling": None}
     if precision == "fp8":
         fp8.check_device(dispatch.target_device(x), implementation)
@@ -140,6 +140,7 @@ def check_gated(
         return _check_gated_low_bit(w_gate, w_up, w_gate_scale, w_up_scale, arguments)
     axis = -1 if transpose_w else -2
     found = ("w_gate", w_gate, w_gate_scale), ("w_up", w_up, w_up_scale)
+    (_, gate, of_w_gate), (_, up, of_w_up) = found
     (w_gate, gate_scale, of_gate), (w_up, up_scale, of_up) = (fp8.as_arrays(*given, axis) for given in found)
     w_gate, w_up = (checks.checked_array(*given, DTYPES) for given in (("w_gate", w_gate), ("w_up", w_up)))
     if (w_up.shape, w_up.dtype, of_up) != (w_gate.shape, w_gate.dtype, of_gate):
@@ -149,12 +150,12 @@ def check_gated(
     if got_shape != want_shape:
         raise ValueError(f"w_up_scale: got shape {got_shape}, want w_gate_scale's {want_shape}")
     with told_as("w_gate"):
-        request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
+        request, inputs, options = check(w=gate, w_scale=of_w_gate, **arguments)
     if w_up.dtype != inputs.w.dtype:
         w_up = checks.converted(w_up, inputs.w.dtype)
     if options.scaling is not None and up_scale is not None:
         with told_as("w_up"):
-            _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
+            _, of_second, _ = check(w=up, w_scale=of_w_up, **arguments)
         inputs = inputs._replace(w_up_scale=of_second.w_scale)
     elif inputs.w_scale is not None:
         inputs = inputs._replace(w_up_scale=inputs.w_scale)  # 8-bit arrays without scales
@@ -205,12 +206,15 @@ def _rounded(x: Any, w: Any, precision: str | None) -> tuple[Any, Any, str | Non
     return *(checks.converted(y, dtype) if is_float(y) else y for y in (x, w)), None
 
 
-def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
-    """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError."""
+def _checked_operands(x: Any, w: Any, transpose_w: bool, *, keeps_x: bool) -> tuple[Any, Any]:
+    """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError.
+
+    keeps_x: whether w of 8 bits may come with an x of 16 or 32 bits.
+    """
     x, w = checks.checked_array("x", x, DTYPES), checks.checked_array("w", w, DTYPES)
     if x.dtype not in DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16, float32, float8_e4m3fn or float8_e5m2")
-    if w.dtype != x.dtype and not (x.dtype in fp8.DTYPES and w.dtype in fp8.DTYPES):
+    if w.dtype != x.dtype and not (w.dtype in fp8.DTYPES and (keeps_x or x.dtype in fp8.DTYPES)):
         raise TypeError(f"w: got dtype {w.dtype}, want x's dtype {x.dtype}")
     if x.ndim == 0 or w.ndim != 2:
         raise ValueError(f"x, w: got shapes {x.shape} and {w.shape}, want [..., K] and two axes")

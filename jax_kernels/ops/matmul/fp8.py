@@ -39,7 +39,7 @@ from jax_kernels.quantization import (
 )
 from jax_kernels.quantization.scale_blocks import BLOCK, boxes, counts, sizes_of
 from jax_kernels.reference import matmul as reference
-from jax_kernels.tracing.derivatives import straight_through
+from jax_kernels.tracing.derivatives import straight_through, without_derivative
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "run"]
@@ -93,7 +93,6 @@ def checked_scales(
     A scale of None becomes 1 for 8-bit arrays. For arrays of 16 or 32 bits it stays None: they are quantised later by
     their own values. If they have a scale, such as one from an earlier training step, they are quantised by it.
     """
-    is_quantized = x.dtype in DTYPES
     if scaling is None:
         scaling = _scaling_of(x, x_scale, w_scale)
     check_scaling(scaling)
@@ -101,8 +100,8 @@ def checked_scales(
     of_x = x.shape if scaling == "row" else (rows, x.shape[-1])
     shapes = scale_shape(of_x, scaling, -1), scale_shape(w.shape, scaling, -1 if transpose_w else -2)
     found = {}
-    for name, scale, shape in zip(("x_scale", "w_scale"), (x_scale, w_scale), shapes, strict=True):
-        if scale is None and is_quantized:
+    for name, y, scale, shape in zip(("x_scale", "w_scale"), (x, w), (x_scale, w_scale), shapes, strict=True):
+        if scale is None and y.dtype in DTYPES:
             scale = 1.0
         if scale is not None and jnp.ndim(scale) == 0 and scaling != "tensor":
             scale = checks.spread(checked_scale(name, scale, ()), shape)
@@ -129,7 +128,7 @@ def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
 
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """out [..., N] of a planned 8-bit matmul of x [..., K], differentiable unless x and w have 8 bits.
+    """out [..., N] of a planned 8-bit matmul of x [..., K], differentiable by the operands of 16 or 32 bits.
 
     With scaling="block", 128 consecutive rows, counted through all outer axes of x, share scales. The last outer axes
     are merged for this, until each such group of rows is a rectangular part of x, i.e. a range along each axis.
@@ -147,7 +146,16 @@ def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
 
 
 def _planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    if _has_frozen_weights(inputs):
+        given = {field: getattr(inputs, field) for field in ("w", "w_scale", "w_up", "w_up_scale")}
+        reason = "matmul: weights of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
+        inputs = inputs._replace(**without_derivative(given, reason))
     return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, reverse_mode(inputs))
+
+
+def _has_frozen_weights(inputs: MatmulInputs) -> bool:
+    """Whether the weights have 8 bits, and x has not."""
+    return inputs.w.dtype in DTYPES and inputs.x.dtype not in DTYPES
 
 
 def _out(call, inputs):
@@ -191,14 +199,18 @@ def _forward(call, inputs):
     """(out, residuals): the forward under differentiation. Raises NotImplementedError if x has 8 bits.
 
     residuals: (the inputs, with x, bias and residual replaced by a scalar of their dtype, and without x_scale; x's
-    transpose, quantised; the MatmulResult without out, for the derivative of the epilogue).
+    transpose, quantised, or None with weights of 8 bits; the MatmulResult without out, for the derivative of the
+    epilogue).
     """
     if inputs.x.dtype in DTYPES:
         raise NotImplementedError(
             "matmul: arrays of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
         )
     saves = call.options.activation is not None or inputs.w_up is not None
-    x, x_of_columns = both_ways(call, inputs.x, inputs.x_scale)
+    if _has_frozen_weights(inputs):
+        x, x_of_columns = _operand(inputs.x, inputs.x_scale, call.options.scaling), None
+    else:
+        x, x_of_columns = both_ways(call, inputs.x, inputs.x_scale)
     result = _run(call, inputs._replace(x=x.values, x_scale=x.scale), saves=saves)
     token = lambda y: None if y is None else y.dtype.type(0)  # shows that the array existed, and its dtype
     kept = inputs._replace(x=token(inputs.x), x_scale=None, bias=token(inputs.bias), residual=token(inputs.residual))
@@ -226,14 +238,17 @@ def _backward(call, residuals, dout):
 
 
 def _product_gradients(
-    call: PlannedCall, x_of_columns: QuantizedArray, w: Any, w_scale: Any, dz: Any, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
+    call: PlannedCall, x_of_columns: QuantizedArray | None, w: Any, w_scale: Any, dz: Any, dtype: Any
+) -> tuple[jax.Array, jax.Array | None]:
     """(dx = dz wᵀ in `dtype`, dw = xᵀ dz in w's shape and dtype), by 8-bit matmuls.
 
-    x_of_columns: x's transpose [K, ...], quantised for the sum over x's outer axes. w, w_scale: the weights, [K, N] or
-    [N, K] with the call's transpose_w, and their scale, as the caller gave them. dz: the cotangent of x @ w, [..., N];
-    it is rounded to e5m2.
+    x_of_columns: x's transpose [K, ...], quantised for the sum over x's outer axes; None for no dw. w, w_scale: the
+    weights, [K, N] or [N, K] with the call's transpose_w, and their scale, as the caller gave them. dz: the cotangent
+    of x @ w, [..., N]; it is rounded to e5m2.
     """
+    if x_of_columns is None:
+        dz_of_rows = _of_rows(dz, None, call.options.scaling, "e5m2")
+        return _product(call, dz_of_rows, _of_dx(w, w_scale, call.options), dtype), None
     dz_of_rows, dz_of_columns = both_ways(call, dz, format="e5m2")
     dx = _product(call, dz_of_rows, _of_dx(w, w_scale, call.options), dtype)
     of_dw = (dz_of_columns, x_of_columns) if call.options.transpose_w else (x_of_columns, dz_of_columns)
@@ -244,13 +259,20 @@ def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
     """The weights as [K, N], quantised for dz wᵀ, a sum over N.
 
     w: [K, N], or [N, K] with options.transpose_w. scale: the caller's scale of w, or None to compute one. With
-    scaling="row" it is not used: its values belong to columns of w.
+    scaling="row" it is not used for values of 16 or 32 bits: its values belong to columns of w. Weights of 8 bits are
+    then rounded again, and else keep their values.
     """
+    if w.dtype in DTYPES and options.scaling == "row":
+        known = QuantizedArray(values=w, scale=scale, scaling="row", axis=-1 if options.transpose_w else -2)
+        w = dequantize(known, jnp.bfloat16)
     if options.scaling == "row":
         scale = None
     elif options.scaling == "block" and scale is not None and options.transpose_w:
         scale = scale.T
-    return quantize(w.T if options.transpose_w else w, scaling=options.scaling, scale=scale)
+    turned = w.T if options.transpose_w else w
+    if w.dtype in DTYPES:
+        return QuantizedArray(values=turned, scale=scale, scaling=options.scaling)
+    return quantize(turned, scaling=options.scaling, scale=scale)
 
 
 def both_ways(
@@ -325,10 +347,11 @@ def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """
 
     def rounded(x: Any, of: QuantizedArray) -> Any:
+        is_known = x.dtype in DTYPES
         x = x.astype(jnp.float32)
         is_blocks = of.scaling == "block"
         known = reference.of_blocks(of.values, of.scale, of.values.ndim - 1) if is_blocks else dequantize(of)
-        return known + (x - lax.stop_gradient(x))
+        return known if is_known else known + (x - lax.stop_gradient(x))
 
     fixed = jax.tree.map(lax.stop_gradient, inputs)
     x = rounded(inputs.x, _operand(fixed.x, fixed.x_scale, call.options.scaling))

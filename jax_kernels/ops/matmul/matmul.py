@@ -49,7 +49,9 @@ def matmul(
         out = (out + residual).astype(out_dtype)
 
     With precision="fp8" it is an 8-bit matmul: x and w are rounded to e4m3 and, for gradients, the cotangent to e5m2,
-    each with float32 scales. 8-bit arrays are multiplied by their scales without further rounding.
+    each with float32 scales. 8-bit arrays are multiplied by their scales without further rounding. With a QuantizedArray
+    of e4m3 or e5m2 as w, x of 16 or 32 bits is rounded in each call, as with precision="fp8", and w never again, but
+    for the gradient of x with scales of rows. Such weights have no gradients, and asking for them raises.
 
     w may also be low-bit weights, such as quantize(w, "int4"), with x of 16 or 32 bits, which is not rounded. The
     weights have no gradients, and asking for them raises. The gradients of x and of the other arrays are correct.
@@ -60,8 +62,8 @@ def matmul(
 
     Args:
       x: [..., K], bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; or a QuantizedArray.
-      w: [K, N] in x's dtype; [N, K] with transpose_w. If x has 8 bits: any 8-bit dtype, or a QuantizedArray. Low-bit
-        weights: a QuantizedArray that is quantized along K: axis=-2, and with transpose_w axis=-1.
+      w: [K, N] in x's dtype; [N, K] with transpose_w. Or a QuantizedArray that is quantized along K: axis=-2, and with
+        transpose_w axis=-1. If x has 8 bits: any 8-bit dtype, or a QuantizedArray of 8 bits.
       bias: [N], in x's dtype or float32. If x has 8 bits, in any wider dtype.
       activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise jnp function of
         float32. It may not close over traced arrays.

@@ -1,5 +1,6 @@
 """matmul and gated_matmul in 8 bits: against float64 of the rounded operands, scales, transforms and errors."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
+from jax_kernels.testing import rms_error
 from jax_kernels.testing.low_precision import fp8_matmul as cases
 from tests.support.cases import ids, tiers
 
@@ -87,6 +89,47 @@ def test_quantized_arrays(scaling, transpose_w):
     scales = {"x_scale": quantized[0].scale, "w_gate_scale": quantized[1].scale, "w_up_scale": of_up.scale}
     by_name = gated_matmul(*(y.values for y in (*quantized, of_up)), **scales, **options)
     np.testing.assert_array_equal(by_name, gated)
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_weights_quantized_once(scaling, transpose_w):
+    """An x of 16 bits is rounded in each call. The results, and the gradients of x, bias and residual, are near or
+    equal to the results of a call that rounds w too.
+    """
+    x, w, bias, residual = _normal(2, 70, 200), _normal(200, 150, seed=1), _normal(150, seed=2), _normal(2, 70, 150)
+    w = w.T if transpose_w else w
+    known = quantize(w, scaling=scaling, axis=-1 if transpose_w else -2)
+    options = {"transpose_w": transpose_w, "activation": "gelu"}
+
+    def loss(x, bias, residual, w, **more):
+        out = matmul(x, w, bias=bias, residual=residual, **options, **more)
+        return jnp.sin(out.astype(jnp.float32)).sum(), out
+
+    of = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    (_, got), gradients = of(x, bias, residual, known)
+    (_, want), wanted = of(x, bias, residual, w, precision="fp8", scaling=scaling)
+    assert got.dtype == x.dtype
+    np.testing.assert_array_equal(got, want)
+    for found, right in zip(gradients[1:], wanted[1:], strict=True):
+        np.testing.assert_array_equal(found, right)
+    # With scales of rows w is rounded twice for the gradient of x.
+    assert rms_error(gradients[0], wanted[0].astype(jnp.float32)) < (0.04 if scaling == "row" else 1e-6)
+    with pytest.raises(NotImplementedError, match="matmul: weights of 8 bits have no gradients"):
+        jax.grad(lambda values: loss(x, bias, residual, dataclasses.replace(known, values=values))[0])(known.values)
+    tangent = jax.jvp(lambda x: matmul(x, known, **options), (x,), (jnp.ones_like(x),))[1]
+    assert jnp.isfinite(tangent.astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_gated_weights_quantized_once(scaling):
+    x, gate, up = _normal(140, 200), _normal(200, 150, seed=1), 3 * _normal(200, 150, seed=2)
+    known = [quantize(w, scaling=scaling, axis=-2) for w in (gate, up)]
+    loss = lambda x, *weights, **more: jnp.sin(gated_matmul(x, *weights, **more).astype(jnp.float32) / 9).sum()
+    np.testing.assert_array_equal(gated_matmul(x, *known), gated_matmul(x, gate, up, precision="fp8", scaling=scaling))
+    got = jax.grad(loss)(x, *known)
+    want = jax.grad(loss)(x, gate, up, precision="fp8", scaling=scaling)
+    assert rms_error(got, want.astype(jnp.float32)) < (0.04 if scaling == "row" else 1e-6)
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
