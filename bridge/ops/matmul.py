@@ -71,9 +71,10 @@ def matmul(
     Args:
       x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device; or, forward only, float8_e4m3fn or
         float8_e5m2.
-      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; if x has 8 bits, any 8-bit dtype. Or
-        low-bit weights: a bridge.QuantizedTensor that is quantized along K, with axis=-2, or axis=-1 with transpose_w.
-        Low-bit weights have no gradients and no w_scale.
+      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; if x has 8 bits or w a w_scale, any 8-bit
+        dtype. Or low-bit weights: a bridge.QuantizedTensor that is quantized along K, with axis=-2, or axis=-1 with
+        transpose_w. Low-bit weights have no gradients and no w_scale. With weights of 8 bits, x of 16 or 32 bits is
+        rounded in each call, and has a gradient.
       bias: [N], in x's dtype or float32. If x has 8 bits, in bfloat16, float16 or float32.
       activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh". Or an elementwise function of
         one value, in torch's elementwise operations (torch.nn.functional.mish, torch.nn.ReLU6()) or in jnp code, that
@@ -129,7 +130,7 @@ def matmul(
         w_scale=without_gradient(w_scale),
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
-        precision=taken_precision(precision, x),
+        precision=_of_weights(precision, x, w),
         scaling=scaling,
         implementation=implementation,
     )
@@ -192,7 +193,7 @@ def gated_matmul(
         w_up_scale=without_gradient(w_up_scale),
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
-        precision=taken_precision(precision, x),
+        precision=_of_weights(precision, x, w_gate),
         scaling=scaling,
         implementation=implementation,
     )
@@ -315,6 +316,12 @@ def dtype_name(out_dtype: torch.dtype | None) -> str | None:
     if out_dtype is not None and out_dtype not in _NAMES:
         raise TypeError(f"out_dtype: got {out_dtype}, want torch.bfloat16, torch.float16, torch.float32 or None")
     return None if out_dtype is None else _NAMES[out_dtype]
+
+
+def _of_weights(precision: str | None, x: torch.Tensor, w: Weights) -> str | None:
+    """Returns taken_precision of a matmul of x and w; None stays None with weights of 8 bits."""
+    is_eight = isinstance(w, torch.Tensor) and w.dtype in EIGHT_BITS
+    return precision if is_eight else taken_precision(precision, x)
 
 
 def taken_precision(precision: str | None, x: torch.Tensor) -> str | None:

@@ -53,7 +53,7 @@ def check(
     w, w_scale, of_w = fp8.as_arrays("w", w, w_scale, -1 if transpose_w else -2)
     given = getattr(x, "dtype", None)
     x, w, precision = _rounded(x, w, precision)
-    x, w = _checked_operands(x, w, transpose_w, keeps_x=of_w is not None)
+    x, w = _checked_operands(x, w, transpose_w, keeps_x=w_scale is not None)
     is_quantized = x.dtype in fp8.DTYPES
     precision = _checked_precision(precision, w.dtype)
     scales: dict[str, Any] = {"scaling": None}
@@ -209,7 +209,7 @@ def _rounded(x: Any, w: Any, precision: str | None) -> tuple[Any, Any, str | Non
 def _checked_operands(x: Any, w: Any, transpose_w: bool, *, keeps_x: bool) -> tuple[Any, Any]:
     """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError.
 
-    keeps_x: whether w of 8 bits may come with an x of 16 or 32 bits.
+    keeps_x: whether w of 8 bits may come with an x of 16 or 32 bits, as w does that has a scale.
     """
     x, w = checks.checked_array("x", x, DTYPES), checks.checked_array("w", w, DTYPES)
     if x.dtype not in DTYPES:

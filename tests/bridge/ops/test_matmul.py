@@ -218,6 +218,35 @@ def test_fp8_given_scales():
     assert norm_of(halved - want) > 0.05 * norm_of(want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_weights_of_8_bits(scaling, dtype):
+    """Weights that were rounded once give the results of a call that rounds them; x has a gradient."""
+    x, weight, up = tensors((6, 24), (40, 24), (40, 24), dtype=dtype)
+    known = [jax_kernels.quantize(in_jax(y), scaling=scaling, axis=-1) for y in (weight, up)]
+    (w, w_scale), (of_up, up_scale) = (
+        (torch.from_dlpack(y.values.view(jnp.uint8)).view(torch.float8_e4m3fn), torch.tensor(np.asarray(y.scale)))
+        for y in known
+    )
+    given = {"precision": "fp8", "scaling": scaling, "transpose_w": True}
+    want = bridge.matmul(x, weight, **given)
+    (want_dx,) = torch.autograd.grad(torch.sin(want.float()).sum(), x)
+    got = bridge.matmul(x, w, w_scale=w_scale, scaling=scaling, transpose_w=True)
+    (dx,) = torch.autograd.grad(torch.sin(got.float()).sum(), x)
+    assert got.dtype == dtype
+    assert norm_of(got - want) <= 0.01 * norm_of(want)
+    assert norm_of(dx - want_dx) <= 0.05 * norm_of(want_dx)
+    gated = bridge.gated_matmul(
+        x, w, of_up, w_gate_scale=w_scale, w_up_scale=up_scale, scaling=scaling, transpose_w=True
+    )
+    want = bridge.gated_matmul(x, weight, up, **given)
+    assert norm_of(gated - want) <= 0.01 * norm_of(want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bridge.matmul(x, w, w_scale=w_scale, scaling=scaling, transpose_w=True).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="w: got dtype float8_e4m3fn, want x's dtype"):
+        bridge.matmul(x, w, transpose_w=True)
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 def test_fp8_tensors(scaling):
     x, w, up = (y.detach().to(torch.float8_e4m3fn) for y in tensors((6, 24), (40, 24), (40, 24)))
