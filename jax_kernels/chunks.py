@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jax_kernels.device import DeviceInfo
+from jax_kernels.target import target_device
 
 __all__ = [
     "Need",
@@ -181,7 +182,6 @@ def by_rows(
     returns a tree of arrays with the rows of a slice. is_partitioned: whether the shapes of a trace are of all devices
     together, as in count_of. rows: the number of rows; None for x's.
     """
-    from jax_kernels.dispatch import target_device
 
     def run() -> Any:
         count = count_of(need, target_device(x), is_partitioned and isinstance(x, jax.core.Tracer))

@@ -5,8 +5,6 @@ device, and `plan_of` puts the choice into words. This module does not know an o
 a request with its own `supports`.
 """
 
-import contextlib
-import contextvars
 import functools
 import inspect
 import os
@@ -21,8 +19,9 @@ from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.plain_numbers import plain_options
 from jax_kernels.plans import Choice, Implementation, Order, Plan, Request, tuning_key, without_blocks
 from jax_kernels.spelling import did_you_mean
-from jax_kernels.tuning import cache
-from jax_kernels.tuning.winners import Winner
+from jax_kernels.target import has_target, on_device, target_device
+from jax_kernels.tuned import cache
+from jax_kernels.tuned.winners import Winner
 
 __all__ = [
     "Choice",
@@ -43,8 +42,6 @@ __all__ = [
     "tuning_key",
     "without_blocks",
 ]
-
-_TARGET: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("jax_kernels_target", default=None)
 
 
 def choose(
@@ -350,65 +347,3 @@ def device_to_explain(op: Callable[..., Any], device: "DeviceInfo | jax.Device |
 def interpreting() -> bool:
     """Whether kernels run in Pallas interpret mode (JAX_KERNELS_INTERPRET=1): for debugging on any machine."""
     return os.environ.get("JAX_KERNELS_INTERPRET", "") not in ("", "0")
-
-
-class _Target:
-    """The context manager that on_device returns: calls inside it are planned for one device.
-
-    It is no generator: the bridge enters it in each call, and a generator takes longer.
-    """
-
-    __slots__ = ("_info", "_token")
-
-    def __init__(self, info: DeviceInfo) -> None:
-        self._info = info
-
-    def __enter__(self) -> DeviceInfo:
-        self._token = _TARGET.set(self._info)
-        return self._info
-
-    def __exit__(self, *_: object) -> None:
-        _TARGET.reset(self._token)
-
-
-def on_device(device: "DeviceInfo | jax.Device | str") -> contextlib.AbstractContextManager[DeviceInfo]:
-    """A context manager: calls inside it are planned for this device, whatever devices the machine has.
-
-    It is for ahead-of-time compiles and the bridge. It yields the DeviceInfo.
-    """
-    return _Target(device if isinstance(device, DeviceInfo) else device_info(device))
-
-
-def has_target() -> bool:
-    """Whether on_device selects a device now, as it does in every call of the bridge."""
-    return _TARGET.get() is not None
-
-
-def target_device(*arrays: Any) -> DeviceInfo:
-    """The device for which a call is planned: on_device's, else the first concrete array's, else JAX's default device.
-
-    For traced arrays, JAX knows a device if they are on a mesh, or if jax.set_mesh or a shard_map has a mesh: a mesh
-    of CPU devices is a CPU, even on a machine with a GPU.
-    """
-    target = _TARGET.get()
-    if target is not None:
-        return target
-    for array in arrays:
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            return _info(next(iter(array.devices())))
-    meshes = [jax.typeof(array).sharding.mesh for array in arrays if isinstance(array, jax.core.Tracer)]
-    if any(_is_of_cpus(mesh) for mesh in (*meshes, jax.sharding.get_abstract_mesh())):
-        return device_info("cpu")
-    default = jax.config.jax_default_device
-    if isinstance(default, str):
-        default = jax.devices(default)[0]
-    return device_info() if default is None else _info(default)
-
-
-def _is_of_cpus(mesh: Any) -> bool:
-    return mesh.abstract_device is not None and mesh.abstract_device.device_kind == "cpu"
-
-
-@functools.cache
-def _info(device: Any) -> DeviceInfo:
-    return device_info(device)

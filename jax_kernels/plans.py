@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jax_kernels.device import DeviceInfo
-from jax_kernels.tuning.winners import Tuned
+from jax_kernels.tuned.winners import Tuned
 
 __all__ = ["Choice", "Implementation", "Order", "Plan", "Request", "tuning_key", "without_blocks"]
 

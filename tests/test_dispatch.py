@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_kernels
-from jax_kernels import Plan, device_names, dispatch, explain, flash_attention, masks
+from jax_kernels import Plan, device_names, dispatch, explain, flash_attention, masks, target
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request, choose, plan_of
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
@@ -304,7 +304,7 @@ def test_target_device_follows_the_arrays():
 def test_cpu_mesh_on_a_gpu_machine(monkeypatch):
     """Arrays on the mesh, inside and outside of shard_map, and other arrays under jax.set_mesh."""
     gpu = device_info("h200")
-    monkeypatch.setattr(dispatch, "device_info", lambda device=None: gpu if device is None else device_info(device))
+    monkeypatch.setattr(target, "device_info", lambda device=None: gpu if device is None else device_info(device))
     mesh = jax.make_mesh((1,), ("data",))
     plain = jax.random.normal(jax.random.key(0), (1, 16, 2, 64), jnp.bfloat16)
     placed = jax.device_put(plain, jax.NamedSharding(mesh, jax.P("data")))

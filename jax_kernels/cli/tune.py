@@ -25,7 +25,8 @@ from jax_kernels.cli import explain_options as options
 from jax_kernels.cli.explain import with_option
 from jax_kernels.cli.ops import OPS
 from jax_kernels.spelling import did_you_mean
-from jax_kernels.tuning import cache, session
+from jax_kernels.tuned import cache
+from jax_kernels.tuning import session
 from jax_kernels.tuning.session import TunedCall
 
 __all__ = ["COMMANDS", "OpGroup", "tune"]

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Choice
 from jax_kernels.ops.planned_op import TunableCall, tuned_by
-from jax_kernels.tuning import cache, compiling
+from jax_kernels.tuned import cache
+from jax_kernels.tuned.winners import Timed, Winner
+from jax_kernels.tuning import compiling
 from jax_kernels.tuning.timers import Program, Timer, milliseconds
-from jax_kernels.tuning.winners import Timed, Winner
 
 __all__ = ["Measurement", "NothingToTuneError", "Settings", "program_of"]
 

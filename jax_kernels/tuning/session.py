@@ -12,9 +12,10 @@ from jax_kernels import dispatch
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Request, tuning_key
 from jax_kernels.ops.planned_op import PlannedCall, TunableCall, tuned_by
-from jax_kernels.tuning import cache, timers
+from jax_kernels.tuned import cache
+from jax_kernels.tuned.winners import Winner
+from jax_kernels.tuning import timers
 from jax_kernels.tuning.measure import Measurement, NothingToTuneError, Settings
-from jax_kernels.tuning.winners import Winner
 
 __all__ = ["Progress", "TunedCall", "filled", "tune", "without_trace"]
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from jax_kernels import cli
-from jax_kernels.tuning import cache, timers
+from jax_kernels.tuned import cache
+from jax_kernels.tuning import timers
 
 pytestmark = pytest.mark.triton
 

@@ -8,7 +8,7 @@ import pytest
 
 import jax_kernels
 from jax_kernels import benchmark_implementations, explain, tune
-from jax_kernels.tuning import cache
+from jax_kernels.tuned import cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.usefixtures("no_interpret")]
 

@@ -13,7 +13,8 @@ from jax_kernels import explain, tune
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request, tuning_key, without_blocks
 from jax_kernels.ops.planned_op import Blocks, PlannedOp
-from jax_kernels.tuning import cache, measure, session, timers
+from jax_kernels.tuned import cache
+from jax_kernels.tuning import measure, session, timers
 
 DEVICE = dataclasses.replace(device_info("h200"), name="NVIDIA Test")
 

@@ -234,7 +234,7 @@ def _backward(call, residuals, dout):
         dx_up, dw_up = gradients(inputs.w_up, inputs.w_up_scale, dup, jnp.float32)
         dx = (dx + dx_up).astype(inputs.x.dtype)
     dresidual = None if inputs.residual is None else dout
-    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)
+    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)  # type: ignore[arg-type]
 
 
 def _product_gradients(
@@ -271,7 +271,7 @@ def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
         scale = scale.T
     turned = w.T if options.transpose_w else w
     if w.dtype in DTYPES:
-        return QuantizedArray(values=turned, scale=scale, scaling=options.scaling)
+        return _operand(turned, scale, options.scaling)
     return quantize(turned, scaling=options.scaling, scale=scale)
 
 

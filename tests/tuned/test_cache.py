@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_kernels.tuning import cache
-from jax_kernels.tuning.winners import Timed, Winner
+from jax_kernels.tuned import cache
+from jax_kernels.tuned.winners import Timed, Winner
 
 WINNER = Winner(
     date="2026-11-27",
@@ -79,8 +79,8 @@ def test_a_named_implementation_keeps_the_others(folder):
 
 SCRIPT = """
 import sys
-from jax_kernels.tuning import cache
-from tests.tuning.test_cache import WINNER
+from jax_kernels.tuned import cache
+from tests.tuned.test_cache import WINNER
 for number in range(20):
     cache.store("GPU", f"{sys.argv[1]} {number}", WINNER)
 """

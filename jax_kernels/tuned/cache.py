@@ -7,17 +7,17 @@ that another version of the library wrote, is reported by one warning and ignore
 import contextlib
 import contextvars
 import functools
-import importlib
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_kernels.files import write_whole
-from jax_kernels.tuning.winners import Winner
+from jax_kernels.tuned.winners import Winner
 
 __all__ = ["clear", "find", "folder", "ignored", "listed", "path_of", "store"]
 
@@ -131,7 +131,7 @@ def _lock(path: Path) -> Any:
 
 
 def _version() -> str:
-    return importlib.import_module("jax_kernels").__version__
+    return sys.modules["jax_kernels"].__version__
 
 
 def _read(path: Path | None, device: str) -> dict[str, Winner]:

@@ -1,0 +1,1 @@
+"""The results of tuning, which dispatch reads: the winner of each tuned call, in files of the user's cache folder."""
