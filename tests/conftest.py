@@ -41,10 +41,12 @@ hypothesis.settings.load_profile("suite")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tiers.mark_repeats(items, is_whole=not any("::" in argument for argument in config.args))
+    is_gpu = jax.default_backend() == "gpu"
+    is_part = any("::" in argument for argument in config.args)
+    tiers.mark_repeats(items, is_whole=not (is_part or is_gpu or without_triton.is_on()))
     if without_triton.is_on():
         _skip_triton(items)
-    if jax.default_backend() == "gpu":
+    if is_gpu:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
