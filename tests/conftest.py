@@ -14,6 +14,9 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Compiling by XLA dominates small tests.
     os.environ.setdefault("XLA_FLAGS", QUICK_COMPILES)
+    # JAX would make a key of its cache for each program, and note 10 frames of Python for each operation.
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Plans of tests do not depend on calls that the user has tuned.
 os.environ["JAX_KERNELS_CACHE"] = str(Path(tempfile.gettempdir()) / f"jax_kernels_tests_{os.getpid()}")
 # Other processes of the suite, and PyTorch, use the same GPU.
@@ -25,7 +28,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests.support.cases import ids
+from tests.support.cases import ids, tiers
 from tests.support.processes import room, without_triton
 
 # JAX makes many small objects that live on. Scanning them again and again takes 6 % of the suite's time.
@@ -36,14 +39,23 @@ hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("suite")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_gpu = jax.default_backend() == "gpu"
+    is_part = any("::" in argument for argument in config.args)
+    tiers.mark_repeats(items, is_whole=not (is_part or is_gpu or without_triton.is_on()))
     if without_triton.is_on():
         _skip_triton(items)
-    if jax.default_backend() == "gpu":
+    if is_gpu:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # the modules and parameters of all tests
 
 
 def _skip_triton(items: list[pytest.Item]) -> None:

@@ -4,13 +4,36 @@ A file whose cases repeat one another on other shapes names the few that `make t
 gradient of every op, a compiled case of every kernel for each GPU generation, and an interpreted case of every feature.
 """
 
+import fnmatch
 import itertools
+import json
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.cases import ids
+
+# By test function: `quick`, patterns of the ids of the cases that `make test` runs, and `covered`, the quick tests that
+# run the code of the others. A product of parameters keeps each value of each parameter.
+REPEATS = json.loads(Path(__file__).with_name("repeats.json").read_text())
+
+
+def mark_repeats(items: Iterable[pytest.Item], *, is_whole: bool) -> None:
+    """Marks the cases of REPEATS slow that are not quick. is_whole: the items are whole files, with all cases."""
+    unused = {}
+    for item in items:
+        function, _, rest = item.nodeid.partition("[")
+        if (entry := REPEATS.get(function)) is None:
+            continue
+        left = unused.setdefault(function, set(entry["quick"]))
+        found = {pattern for pattern in entry["quick"] if fnmatch.fnmatchcase(rest.removesuffix("]"), pattern)}
+        left -= found
+        if not found:
+            item.add_marker(pytest.mark.slow)
+    if is_whole and (left := {name: sorted(patterns) for name, patterns in unused.items() if patterns}):
+        raise pytest.UsageError(f"tests/support/cases/repeats.json: no case has these ids: {left}")
 
 
 def cases(names: Iterable[Any], quick: Collection[str], argument: str = "") -> list[Any]:

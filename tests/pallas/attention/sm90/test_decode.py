@@ -18,25 +18,28 @@ INTERPRETED = {
     "splits": (
         3,
         False,
-        ["no_lengths", "dead", "everything", "head_dim_128", "pages_128", "pages_32_everything", "long_pages_128"],
+        ["dead", "everything", "pages_128", "long_pages_128"],
     ),
+    "more_splits": (3, False, ["no_lengths", "head_dim_128", "pages_32_everything"]),
 }
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("group", INTERPRETED)
+@pytest.mark.parametrize("group", tiers.cases(INTERPRETED, {"one_core", "splits"}))
 def test_interpreted(group):
     cases_interpreter.check("jax_kernels.testing.decode_attention", *INTERPRETED[group])
 
 
 MASKED = {
-    "one_core": (1, True, ["one query: strided", "pages: keys", "one query: none"]),
-    "splits": (3, False, ["grouped: keys", "two tiles: shared", "long pages: shared", "window: keys"]),
+    "one_core": (1, True, ["one query: strided", "one query: none"]),
+    "splits": (3, False, ["two tiles: shared", "long pages: shared", "window: keys"]),
+    "more": (1, True, ["pages: keys"]),
+    "more_splits": (3, False, ["grouped: keys"]),
 }
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("group", MASKED)
+@pytest.mark.parametrize("group", tiers.cases(MASKED, {"one_core", "splits"}))
 def test_dead_blocks_are_not_read(group):
     cases_interpreter.check("tests.support.cases.decode_masks", *MASKED[group])
 
