@@ -20,6 +20,7 @@ from jax_kernels.pallas.varying import result_types
 
 ELEMENTS = 4096  # elements of a program's rows, as in row_norms.py
 WARPS = 4
+ATOM_ROWS = 8  # of a swizzle atom, in which the backward adds to dquery
 
 
 class RowTerms(NamedTuple):
@@ -31,7 +32,7 @@ class RowTerms(NamedTuple):
 
     lse: Float32[Array, "B H rows"]
     delta: Float32[Array, "B H rows"]
-    dquery: Float32[Array, "B T H width"] | None
+    dquery: Float32[Array, "B rows H width"] | None
 
 
 def takes(out: Float[Array, "B T H Dv"], width: int, block_q: int) -> bool:
@@ -63,7 +64,7 @@ def rows_of(
     """lse in base 2, delta, and optionally zeros for dquery, padded to whole blocks of block_q queries.
 
     out, dout: [B, T, H, Dv]. lse: the forward's. dlse: its cotangent, or None for zero. width: head_dim of dquery.
-    zeros: whether to make dquery, [B, T, H, width].
+    zeros: whether to make dquery.
 
     Past the last query lse is inf and delta 0. A query without keys also has lse = inf: exp2(score - inf) is 0, so it
     passes no gradient.
@@ -73,10 +74,12 @@ def rows_of(
     whole = pl.cdiv(length, block_q) * block_q
     columns = padded(v_head_dim)
     has_dlse = dlse is not None
+    added_rows = pl.cdiv(length, ATOM_ROWS) * ATOM_ROWS
 
     def kernel(out_ref, dout_ref, lse_ref, *refs):
         dlse_ref, (new_lse_ref, delta_ref, *dquery_ref) = (refs[0], refs[1:]) if has_dlse else (None, refs)
-        exists = None if whole == length else pl.program_id(1) * block + iota(block) < length
+        row = lambda: pl.program_id(1) * block + iota(block)
+        exists = None if whole == length else row() < length
         of_row = lambda ref, other: plgpu.load(ref, mask=exists, other=None if exists is None else other)
         inside = head_mask(exists, block, v_head_dim)
         of_head = lambda ref: plgpu.load(ref, mask=inside, other=None if inside is None else 0.0).astype(jnp.float32)
@@ -88,13 +91,14 @@ def rows_of(
         plgpu.store(new_lse_ref, jnp.where(dead, jnp.inf, lse * LOG2E))
         plgpu.store(delta_ref, delta)
         for ref in dquery_ref:
-            plgpu.store(ref, jnp.zeros((block, padded(width)), jnp.float32), mask=head_mask(exists, block, width))
+            added = exists if added_rows == length else row() < added_rows
+            plgpu.store(ref, jnp.zeros((block, padded(width)), jnp.float32), mask=head_mask(added, block, width))
 
     row_spec = pl.BlockSpec((None, None, block), lambda h, i, b: (b, h, i))
     head_spec = lambda columns: pl.BlockSpec((None, block, None, columns), lambda h, i, b: (b, i, h, 0))
     arrays = [out, dout, lse, *([dlse] if has_dlse else [])]
     shapes = [jax.ShapeDtypeStruct((batch, heads, whole), jnp.float32)] * 2
-    shapes += [jax.ShapeDtypeStruct((batch, length, heads, width), jnp.float32)] * zeros
+    shapes += [jax.ShapeDtypeStruct((batch, added_rows, heads, width), jnp.float32)] * zeros
     found = pl.pallas_call(
         kernel,
         grid=(heads, whole // block, batch),

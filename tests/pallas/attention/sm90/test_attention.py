@@ -324,7 +324,7 @@ def test_key_bias_gradient_needs_no_extra_pass(shape, arguments, is_own):
 
 @pytest.mark.parametrize("lengths", [(1001, 1001), (1024, 999)])
 def test_odd_lengths_are_not_copied(lengths):
-    """No array of the caller is padded. Only dquery's sums are, and they belong to the kernel."""
+    """No array is padded: neither the caller's nor dquery's sums, which a pass makes with whole swizzle atoms."""
     x = lambda length: jax.ShapeDtypeStruct((2, length, 4, 128), jnp.bfloat16)
 
     def gradients(query, key, dout):
@@ -333,6 +333,5 @@ def test_odd_lengths_are_not_copied(lengths):
 
     with on_device("h200"):
         text = str(jax.make_jaxpr(gradients)(x(lengths[0]), x(lengths[1]), x(lengths[0])))
-    padded = re.findall(r":(\w+)\[\d+,\d+,\d+,\d+\] = pad\[", text)
-    assert set(padded) <= {"f32"}
+    assert not re.findall(r":(\w+)\[\d+,\d+,\d+,\d+\] = pad\[", text)
     assert "attention_backward_sm90" in text
