@@ -3,7 +3,8 @@
 A launch may serve several calls. The tiles of the calls follow one after another.
 
 Tiles are assigned round-robin. If dynamic, a CTA gets its next tile from a counter in device memory, one tile ahead,
-which balances long and short tiles.
+which balances long and short tiles. With at most two tiles per CTA it would not, because all CTAs would take their
+second tile when they start. Causal calls then give the shortest second tile to the CTA with the longest first tile.
 """
 
 import dataclasses
@@ -84,9 +85,17 @@ class TileScheduler:
         return min(self.core_count, self.count)
 
     @property
+    def is_mirrored(self) -> bool:
+        """Whether the second tiles are assigned in the reverse order of the first tiles, from long to short.
+
+        It needs tiles in the order of their lengths, and at most two for each CTA.
+        """
+        return self.is_causal and self.core_count < self.count <= 2 * self.core_count
+
+    @property
     def fetches(self) -> bool:
-        """Whether CTAs get tiles from a counter. If each CTA has one tile, no counter is needed."""
-        return self.dynamic and self.count > self.core_count
+        """Whether CTAs get tiles from a counter. If each CTA has one tile, or is_mirrored, no counter is needed."""
+        return self.dynamic and self.count > self.core_count and not self.is_mirrored
 
     def counter(self) -> Ref | None:
         """A new counter for a launch, int32 [1] in device memory, of value 0; None if `fetches` is False."""
@@ -156,12 +165,18 @@ class TileScheduler:
         calls `fetch` for the same turn.
         """
         if not self.fetches:
-            return index + self.ctas
+            return self._following(index)
         slot = (turn + 1) & 1
         plgpu.barrier_wait(fetched.ready.at[slot])
         following = fetched.smem[slot]
         plgpu.barrier_arrive(fetched.free.at[slot])
         return following
+
+    def _following(self, index):
+        """The index of the CTA's tile after tile `index` without a counter; self.count or more if none is left."""
+        if not self.is_mirrored:
+            return index + self.ctas
+        return jnp.where(index < self.ctas, 2 * self.ctas - 1 - index, self.count)
 
     def leave_following(self, counter, index, smem) -> jax.Array:
         """The index of the CTA's tile after tile `index`, which it also leaves in smem for the other warpgroups.
@@ -172,7 +187,7 @@ class TileScheduler:
         if self.fetches:
             count_up(counter, smem, self.ctas)
         else:
-            smem[0] = index + self.ctas
+            smem[0] = self._following(index)
         plgpu.commit_smem()
         return smem[0]
 
