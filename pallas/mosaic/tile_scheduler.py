@@ -4,7 +4,7 @@ A launch may serve several calls. The tiles of the calls follow one after anothe
 
 Tiles are assigned round-robin. If dynamic, a CTA gets its next tile from a counter in device memory, one tile ahead,
 which balances long and short tiles. With at most two tiles per CTA it would not, because all CTAs would take their
-second tile when they start. Causal calls then give the shortest second tile to the CTA with the longest first tile.
+second tile when they start. If lengths differ, the CTA with the longest first tile then gets the shortest second tile.
 """
 
 import dataclasses
@@ -62,14 +62,14 @@ class Shape(NamedTuple):
 class TileScheduler:
     """The order in which the CTAs of a launch take tiles: blocks of rows of one head of one batch entry.
 
-    shapes: the tiles of each call of the launch. Tile indices run through all calls. is_causal: whether the rows are
-    queries of a causal call, so that the last blocks have the most keys and are taken first. head_group: the number
-    of heads whose tiles alternate. dynamic: whether CTAs get tiles from a counter in device memory instead of
+    shapes: the tiles of each call of the launch. Tile indices run through all calls. longest_last: whether the last
+    blocks of a head take the longest, as queries of a causal call do; they are taken first. head_group: the number of
+    heads whose tiles alternate. dynamic: whether CTAs get tiles from a counter in device memory instead of
     round-robin. core_count: the number of CTAs that run at a time.
     """
 
     shapes: tuple[Shape, ...]
-    is_causal: bool
+    longest_last: bool
     head_group: int
     dynamic: bool
     core_count: int
@@ -90,7 +90,7 @@ class TileScheduler:
 
         It needs tiles in the order of their lengths, and at most two for each CTA.
         """
-        return self.is_causal and self.core_count < self.count <= 2 * self.core_count
+        return self.longest_last and self.core_count < self.count <= 2 * self.core_count
 
     @property
     def fetches(self) -> bool:
@@ -137,7 +137,7 @@ class TileScheduler:
         batch_head = round_ * together + lax.rem(within, together)
         b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)
         block = lax.div(within, together)
-        if self.is_causal:  # the longest tiles first, so that the last tiles to start are short
+        if self.longest_last:  # the longest tiles first, so that the last tiles to start are short
             block = shape.blocks - 1 - block
         return b, h, block
 

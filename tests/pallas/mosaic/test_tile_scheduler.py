@@ -16,10 +16,10 @@ def tiles_by_cta(scheduler):
     return taken
 
 
-def scheduler_of(heads, blocks, core_count, *, is_causal, head_group=1, dynamic=False):
+def scheduler_of(heads, blocks, core_count, *, longest_last, head_group=1, dynamic=False):
     return TileScheduler(
         shapes=(Shape(1, heads, blocks),),
-        is_causal=is_causal,
+        longest_last=longest_last,
         head_group=head_group,
         dynamic=dynamic,
         core_count=core_count,
@@ -27,8 +27,8 @@ def scheduler_of(heads, blocks, core_count, *, is_causal, head_group=1, dynamic=
 
 
 @given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 50), st.booleans())
-def test_every_tile_runs_once(heads, blocks, core_count, is_causal):
-    scheduler = scheduler_of(heads, blocks, core_count, is_causal=is_causal)
+def test_every_tile_runs_once(heads, blocks, core_count, longest_last):
+    scheduler = scheduler_of(heads, blocks, core_count, longest_last=longest_last)
     taken = [tile for tiles in tiles_by_cta(scheduler) for tile in tiles]
     assert sorted(taken) == list(range(heads * blocks))
     assert len({tuple(map(int, scheduler.place(tile))) for tile in taken}) == heads * blocks
@@ -37,7 +37,7 @@ def test_every_tile_runs_once(heads, blocks, core_count, is_causal):
 @pytest.mark.parametrize(("heads", "blocks"), [(1, 256), (2, 128), (1, 140), (4, 64)])
 def test_two_causal_tiles_of_a_cta_balance(heads, blocks):
     """Tile i of a head has i + 1 blocks of keys. No CTA has more than the longest tile, or its share of all tiles."""
-    scheduler = scheduler_of(heads, blocks, 132, is_causal=True, head_group=32, dynamic=True)
+    scheduler = scheduler_of(heads, blocks, 132, longest_last=True, head_group=32, dynamic=True)
     assert scheduler.is_mirrored
     assert not scheduler.fetches
     length = lambda tile: int(scheduler.place(tile)[2]) + 1
@@ -46,8 +46,8 @@ def test_two_causal_tiles_of_a_cta_balance(heads, blocks):
     assert longest <= max(blocks, 1.03 * share)
 
 
-@pytest.mark.parametrize(("heads", "blocks", "is_causal"), [(1, 132, True), (1, 265, True), (1, 256, False)])
-def test_other_launches_are_not_mirrored(heads, blocks, is_causal):
-    scheduler = scheduler_of(heads, blocks, 132, is_causal=is_causal, dynamic=True)
+@pytest.mark.parametrize(("heads", "blocks", "longest_last"), [(1, 132, True), (1, 265, True), (1, 256, False)])
+def test_other_launches_are_not_mirrored(heads, blocks, longest_last):
+    scheduler = scheduler_of(heads, blocks, 132, longest_last=longest_last, dynamic=True)
     assert not scheduler.is_mirrored
     assert scheduler.fetches == (blocks > 132)

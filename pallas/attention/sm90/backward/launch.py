@@ -146,7 +146,7 @@ def attention_backward(
     )
     if options.deterministic:
         assert config.dquery is not None, config
-        arrays = _of_queries(prepared, config.dquery.block_kv)
+        arrays = _of_queries(prepared, config.dquery.block_kv, interpret=interpret)
         dq = backward_deterministic.query_gradient(arrays, options, kv_length, config=config, interpret=interpret)
     else:
         dq = as_varying(jax.freeze(cast(jax.Ref, arrays.dquery)), axes)
@@ -210,7 +210,7 @@ def _prepared(
     bias = bias_sm90.bias_of(inputs, transposed=True)
     arrays = Arrays(
         bounds=block_ranges.bounds_array(inputs, options),
-        segments=segments_of(inputs, config.block_q, block_kv, of_keys=True),
+        segments=segments_of(inputs, options, config.block_q, block_kv, of_keys=True, interpret=interpret),
         bias=bias,
         lists=lists,
         mod=mod,
@@ -261,14 +261,16 @@ def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int
     return dquery_state.BLOCK_Q if options.deterministic else config.block_q
 
 
-def _of_queries(prepared: Prepared, block_kv: int) -> Arrays:
+def _of_queries(prepared: Prepared, block_kv: int, *, interpret: bool) -> Arrays:
     """The arrays for the kernel of a deterministic dquery, which owns blocks of queries. block_kv: its block of
     keys.
     """
     inputs = prepared.inputs
     return dataclasses.replace(
         prepared.arrays,
-        segments=segments_of(inputs, dquery_state.BLOCK_Q, block_kv, of_keys=False),
+        segments=segments_of(
+            inputs, prepared.options, dquery_state.BLOCK_Q, block_kv, of_keys=False, interpret=interpret
+        ),
         lists=prepared.dq_lists,
         end=prepared.dq_end,
         bias=bias_sm90.bias_of(inputs, transposed=False),

@@ -112,7 +112,11 @@ class Schedule:
         visits_all = not (options.is_causal or options.window is not None or arrays.segments is not None)
         shape = Shape.of(batch, kv_heads, kv_length, block_kv)
         scheduler = TileScheduler(
-            shapes=(shape,), is_causal=False, head_group=together, dynamic=not interpret, core_count=core_count
+            shapes=(shape,),
+            longest_last=arrays.segments is not None,
+            head_group=together,
+            dynamic=not interpret,
+            core_count=core_count,
         )
         split = SplitTail.none(shape.tiles)
         # A call that adds dquery in order of arrival may add dkey and dvalue in that order, too.
@@ -193,7 +197,8 @@ class Schedule:
         if arrays.lists is not None:
             listed = arrays.lists.blocks_of(tile)
             return KeyBlock(listed.b, listed.head, listed.block)
-        return KeyBlock(*self.scheduler.place(self.split.tile(tile)))
+        b, kv_head, nth = self.scheduler.place(self.split.tile(tile))
+        return KeyBlock(b, kv_head, nth if arrays.segments is None else arrays.segments.block(b, nth))
 
     def limits(self, arrays: Arrays, b: Index) -> block_ranges.Limits:
         """The limits of the keys of batch entry b."""

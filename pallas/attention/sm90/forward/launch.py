@@ -60,7 +60,7 @@ def attention_forward(
     end = tail_block.clean_end(inputs, key, value, config.block_kv)
     if lists is not None:
         inputs, options = without_limits(inputs, options)
-    segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
+    segments = segments_of(inputs, options, config.block_q, config.block_kv, of_keys=False, interpret=interpret)
     bias = bias_sm90.bias_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
@@ -83,7 +83,9 @@ def attention_forward(
         )
     sinks = inputs.sinks
     config = dataclasses.replace(config, norms_q_in_kernel=norms_q_in_kernel)
-    scheduler = _scheduler((call,), options, config, core_count, interpret=interpret)
+    # Segments order their tiles by length.
+    longest_last = options.is_causal or segments is not None
+    scheduler = _scheduler((call,), longest_last, config, core_count, interpret=interpret)
     arrays = Arrays(
         query=[query],
         key=[key],
@@ -143,7 +145,7 @@ def attention_forward_together(
         # The options differ only in the heads, which each LaunchCall also has.
         shared, of_launch = options[together[0]], tuple(calls[i] for i in together)
         query, key, value = zip(*_padded([inputs[i] for i in together], config), strict=True)
-        scheduler = _scheduler(of_launch, shared, config, core_count, interpret=interpret)
+        scheduler = _scheduler(of_launch, shared.is_causal, config, core_count, interpret=interpret)
         arrays = Arrays(query=list(query), key=list(key), value=list(value), counter=scheduler.counter())
         launched = _launch(
             arrays, scheduler, shared, of_launch, out_dtype=out_dtype, config=config, interpret=interpret
@@ -199,11 +201,11 @@ def _earlier(inputs: AttentionInputs, block_q: int, columns: int) -> Earlier | N
 
 
 def _scheduler(
-    calls: tuple[head_views.LaunchCall, ...], options: AttentionOptions, config, core_count: int, *, interpret: bool
+    calls: tuple[head_views.LaunchCall, ...], longest_last: bool, config, core_count: int, *, interpret: bool
 ) -> TileScheduler:
     return TileScheduler(
         shapes=tuple(_shape_of(call, config) for call in calls),
-        is_causal=options.is_causal,
+        longest_last=longest_last,
         head_group=config.head_group,
         dynamic=config.dynamic and not interpret,
         core_count=core_count,

@@ -197,6 +197,11 @@ class Traits:
         return self.config.share_q_out and fits and self.out_dtype == self.dtype
 
     @property
+    def is_wide(self) -> bool:
+        """Whether the accumulators leave no spare registers."""
+        return max(self.head_dim, self.v_head_dim) > 128
+
+    @property
     def stores_registers(self) -> bool:
         """Whether the output goes from registers to device memory: shared memory has no room for float32 output."""
         return self.out_dtype != self.dtype
