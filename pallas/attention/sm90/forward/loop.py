@@ -203,8 +203,11 @@ class KvLoop:
 
     @property
     def may_end(self) -> bool:
-        """Whether a block of keys may reach past the last key."""
-        return self.bounds is not None or any(call.kv_length % self.block_kv != 0 for call in self.calls)
+        """Whether a block of keys may reach past the last key, and no segment ids show it: ids past the end equal no
+        other id.
+        """
+        reaches_past = any(call.kv_length % self.block_kv != 0 for call in self.calls)
+        return self.bounds is not None or (self.segments is None and reaches_past)
 
     @property
     def has_partial(self) -> bool:

@@ -185,7 +185,13 @@ def test_backward_rows(shape, width, block_q, has_dlse, dtype):
     np.testing.assert_array_equal(rows.dquery, np.zeros((batch, -(-length // 8) * 8, heads, width)))
     alone = prepare_backward.rows_of(out, dout, lse, dlse, zeros=False, **statics)
     np.testing.assert_array_equal(alone.delta, rows.delta)
-    assert alone.dquery is None
+    assert alone.dquery is alone.query is alone.dout is None
+    query = jnp.asarray(normal(batch, length, heads, 40, dtype=dtype))
+    copied = prepare_backward.rows_of(out, dout, lse, dlse, query, zeros=has_dlse, **statics)
+    np.testing.assert_array_equal(copied.delta, rows.delta)
+    assert (copied.dquery is not None) == has_dlse
+    for copy, x in ((copied.query, query), (copied.dout, dout)):
+        np.testing.assert_array_equal(copy, jnp.pad(x, [(0, 0), (0, -length % 8), (0, 0), (0, 0)]))
 
 
 def test_backward_rows_supported_shapes():

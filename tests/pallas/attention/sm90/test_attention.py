@@ -323,8 +323,8 @@ def test_key_bias_gradient_needs_no_extra_pass(shape, arguments, is_own):
 
 
 @pytest.mark.parametrize("lengths", [(1001, 1001), (1024, 999)])
-def test_odd_lengths_are_not_copied(lengths):
-    """No array is padded: neither the caller's nor dquery's sums, which a pass makes with whole swizzle atoms."""
+def test_odd_lengths_are_not_padded_by_xla(lengths):
+    """XLA pads no array. The pass over the rows makes dquery's sums, and copies of queries and dout, of whole atoms."""
     x = lambda length: jax.ShapeDtypeStruct((2, length, 4, 128), jnp.bfloat16)
 
     def gradients(query, key, dout):
