@@ -64,8 +64,9 @@ class TileScheduler:
 
     shapes: the tiles of each call of the launch. Tile indices run through all calls. longest_last: whether the last
     blocks of a head take the longest, as queries of a causal call do; they are taken first. head_group: the number of
-    heads whose tiles alternate. dynamic: whether CTAs get tiles from a counter in device memory instead of
-    round-robin. core_count: the number of CTAs that run at a time.
+    heads whose tiles alternate. dynamic: whether CTAs get tiles from a counter in device memory instead of round-robin.
+    core_count: the number of CTAs that run at a time. short_last: whether the last block of each head takes less time
+    than the others; these blocks of all heads are taken last. Only for one call, and not together with longest_last.
     """
 
     shapes: tuple[Shape, ...]
@@ -73,6 +74,7 @@ class TileScheduler:
     head_group: int
     dynamic: bool
     core_count: int
+    short_last: bool = False
 
     @property
     def count(self) -> int:
@@ -133,10 +135,15 @@ class TileScheduler:
         # 8192 tokens take 0.066 ms, with heads of several batch entries 0.0705 ms.
         alternating = shape.heads if len(self.shapes) > 1 else shape.batch * shape.heads
         together = math.gcd(self.head_group, alternating)
-        round_, within = lax.div(index, shape.blocks * together), lax.rem(index, shape.blocks * together)
+        blocks = shape.blocks - self.short_last
+        round_, within = lax.div(index, blocks * together), lax.rem(index, blocks * together)
         batch_head = round_ * together + lax.rem(within, together)
-        b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)
         block = lax.div(within, together)
+        if self.short_last:
+            first = blocks * shape.batch * shape.heads  # of the tiles that are taken last
+            batch_head = jnp.where(index < first, batch_head, index - first)
+            block = jnp.where(index < first, block, blocks)
+        b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)
         if self.longest_last:  # the longest tiles first, so that the last tiles to start are short
             block = shape.blocks - 1 - block
         return b, h, block

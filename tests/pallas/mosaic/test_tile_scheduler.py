@@ -16,13 +16,14 @@ def tiles_by_cta(scheduler):
     return taken
 
 
-def scheduler_of(heads, blocks, core_count, *, longest_last, head_group=1, dynamic=False):
+def scheduler_of(heads, blocks, core_count, *, longest_last, head_group=1, dynamic=False, short_last=False):
     return TileScheduler(
         shapes=(Shape(1, heads, blocks),),
         longest_last=longest_last,
         head_group=head_group,
         dynamic=dynamic,
         core_count=core_count,
+        short_last=short_last,
     )
 
 
@@ -51,3 +52,11 @@ def test_other_launches_are_not_mirrored(heads, blocks, longest_last):
     scheduler = scheduler_of(heads, blocks, 132, longest_last=longest_last, dynamic=True)
     assert not scheduler.is_mirrored
     assert scheduler.fetches == (blocks > 132)
+
+
+@given(st.integers(1, 5), st.integers(2, 9), st.integers(1, 6))
+def test_short_tiles_are_last(heads, blocks, head_group):
+    scheduler = scheduler_of(heads, blocks, 4, longest_last=False, head_group=head_group, short_last=True)
+    places = [tuple(map(int, scheduler.place(tile))) for tile in range(heads * blocks)]
+    assert sorted(places) == [(0, head, block) for head in range(heads) for block in range(blocks)]
+    assert {block for _, _, block in places[-heads:]} == {blocks - 1}

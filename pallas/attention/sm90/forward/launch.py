@@ -27,6 +27,7 @@ from jax_kernels.pallas.attention.sm90.features import score_mod as score_mod_sm
 from jax_kernels.pallas.attention.sm90.features.segments import segments_of
 from jax_kernels.pallas.attention.sm90.features.softcap import TANH_UP_TO
 from jax_kernels.pallas.attention.sm90.forward import kernel as forward_kernel
+from jax_kernels.pallas.attention.sm90.forward.loop import is_short_tile
 from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Earlier
 from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90
 from jax_kernels.pallas.kernel_types import needed
@@ -85,7 +86,9 @@ def attention_forward(
     config = dataclasses.replace(config, norms_q_in_kernel=norms_q_in_kernel)
     # Segments order their tiles by length.
     longest_last = options.is_causal or segments is not None
-    scheduler = _scheduler((call,), longest_last, config, core_count, interpret=interpret)
+    visits_all = not (options.is_causal or is_limited or lists is not None or inputs.kv_lengths is not None)
+    short_last = visits_all and call.q_length > config.block_q and is_short_tile(call.q_length, config.block_q)
+    scheduler = _scheduler((call,), longest_last, config, core_count, short_last=short_last, interpret=interpret)
     arrays = Arrays(
         query=[query],
         key=[key],
@@ -201,11 +204,18 @@ def _earlier(inputs: AttentionInputs, block_q: int, columns: int) -> Earlier | N
 
 
 def _scheduler(
-    calls: tuple[head_views.LaunchCall, ...], longest_last: bool, config, core_count: int, *, interpret: bool
+    calls: tuple[head_views.LaunchCall, ...],
+    longest_last: bool,
+    config,
+    core_count: int,
+    *,
+    short_last: bool = False,
+    interpret: bool,
 ) -> TileScheduler:
     return TileScheduler(
         shapes=tuple(_shape_of(call, config) for call in calls),
         longest_last=longest_last,
+        short_last=short_last,
         head_group=config.head_group,
         dynamic=config.dynamic and not interpret,
         core_count=core_count,

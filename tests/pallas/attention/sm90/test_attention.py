@@ -55,6 +55,26 @@ CASES = {
     "negative_offset": SMALL | {"is_causal": True, "q_offset": -40, "q_length": 133, "kv_length": 66},
     "lengths_and_offsets": SMALL
     | {"batch": 2, "is_causal": True, "kv_lengths": [300, 40], "q_offset": [-20, 60], "head_dim": 128},
+    # The last work tile leaves warpgroups without queries.
+    "idle_128": SMALL | WIDE | {"q_length": 190, "kv_length": 300, "heads": 2, "kv_heads": 1, "races": True},
+    "idle_64": SMALL | {"q_length": 200, "kv_length": 203, "heads": 2, "races": True},
+    "idle_256_bias": SMALL | VERY_WIDE | {"q_length": 20, "kv_length": 150, "bias": "ts"},
+    # Odd numbers of queries: the backward reads copies of queries and dout.
+    "odd_128_gqa": SMALL | WIDE | {"q_length": 65, "kv_length": 127, "heads": 2, "is_causal": True, "q_offset": 62},
+    "odd_128_window": SMALL
+    | WIDE
+    | {"batch": 2, "q_length": 129, "kv_length": 129, "heads": 2, "kv_heads": 1, "window": [50, 20], "races": True},
+    "odd_256": SMALL | VERY_WIDE | {"q_length": 133, "kv_length": 255},
+    "odd_segments_128": LARGE
+    | WIDE
+    | {"q_length": 133, "kv_length": 201, "segments": "packed", "is_causal": True, "races": True},
+    # Few causal queries behind many keys: the loops of neighbouring blocks of keys start at different queries.
+    "few_queries_128": SMALL
+    | WIDE
+    | {"q_length": 200, "kv_length": 700, "heads": 2, "is_causal": True, "q_offset": 500, "races": True},
+    "few_queries_64_persistent": SMALL
+    | {"q_length": 257, "kv_length": 900, "is_causal": True, "q_offset": 300}
+    | {"persistent": {"ctas": 2, "v_stages": 2}},
     # Without a running maximum: bounds that hold, that fail in some warps, and that always fail.
     "bounded": SMALL | {"q_length": 200, "kv_length": 300, "bounded": True, "races": True},
     "bounded_causal": SMALL | {"is_causal": True, "q_length": 300, "kv_length": 300, "heads": 2, "bounded": True},
