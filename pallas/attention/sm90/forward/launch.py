@@ -71,7 +71,8 @@ def attention_forward(
     # The bounds under a score_mod, and small scores, are determined for whole heads.
     norms_q_in_kernel = config.norms_q_in_kernel and mod is None and not options.softcap
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if norms_q_in_kernel and not is_limited else 1
-    if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and bias is None:
+    looked_at = key if inputs.key_norms is None else None
+    if config.bounded and _look_pays(keys, bounded_from * of_look, query, looked_at, call.heads) and bias is None:
         largest, small = _bounds(
             query,
             key,
@@ -137,7 +138,8 @@ def attention_forward_together(
     keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
 
     def is_small(i: int) -> bool:
-        looks = config.bounded and _look_pays(keys[i], config.bounded_from, inputs[i].query, calls[i].heads)
+        arrays = inputs[i].query, inputs[i].key
+        looks = config.bounded and _look_pays(keys[i], config.bounded_from, *arrays, calls[i].heads)
         return not looks and _shape_of(calls[i], config).tiles <= config.one_launch_max_tiles * core_count
 
     # Calls with the most keys per query come first, like tiles within a call.
@@ -226,13 +228,17 @@ def _shape_of(call: head_views.LaunchCall, config) -> Shape:
     return Shape.of(call.batch, call.heads, call.q_length, config.block_q)
 
 
-def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:
+def _look_pays(keys: int, bounded_from: float, query: jax.Array, key: jax.Array | None, heads: int) -> bool:
     """Whether upper bounds of the scores save more time in the loop over keys than their vector norms take.
 
     keys: the approximate number of keys that a query attends to. bounded_from: the least such number that pays, if the
-    call uses all heads of query. heads: the number of heads that the call uses; norms are computed for all heads.
+    call uses all heads of query, and query has at least as many vectors as key. key: None if its norms are known.
+    heads: the number of heads that the call uses; norms are computed for all heads.
     """
-    return keys >= bounded_from * query.shape[2] / heads
+    vectors = query.shape[1] * query.shape[2]
+    of_keys = 0 if key is None else key.shape[1] * key.shape[2]
+    share = min(1.0, 2 * vectors / (vectors + of_keys))  # few queries save little, and all keys are read
+    return keys * share >= bounded_from * query.shape[2] / heads
 
 
 def listed_blocks(config: AttentionForwardSm90) -> dict[str, Any]:

@@ -300,6 +300,21 @@ def test_softmax_room_fits_the_dtype():
     assert 2 ** -softmax.headroom(jnp.bfloat16) * 1e-19 > float(jnp.finfo(jnp.float32).tiny)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("lengths", "heads", "looks"),
+    [((3001, 3001), (16, 16), True), ((777, 3001), (16, 16), False), ((777, 3001), (16, 2), True)],
+)
+def test_norms_are_computed_if_enough_queries_use_them(lengths, heads, looks):
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, count, 128), jnp.bfloat16)
+        for length, count in zip(lengths, heads, strict=True)
+    )
+    with on_device("h200"):
+        text = str(jax.make_jaxpr(lambda query, key: flash_attention(query, key, key))(query, key))
+    assert ("attention_row_norms" in text) == looks
+
+
 def test_deterministic_backward_has_no_atomic_adds():
     query = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 
