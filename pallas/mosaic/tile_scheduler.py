@@ -138,12 +138,13 @@ class TileScheduler:
         blocks = shape.blocks - self.short_last
         round_, within = lax.div(index, blocks * together), lax.rem(index, blocks * together)
         batch_head = round_ * together + lax.rem(within, together)
+        first_short = blocks * shape.batch * shape.heads
+        if self.short_last:
+            batch_head = jnp.where(index < first_short, batch_head, index - first_short)
+        b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)
         block = lax.div(within, together)
         if self.short_last:
-            first = blocks * shape.batch * shape.heads  # of the tiles that are taken last
-            batch_head = jnp.where(index < first, batch_head, index - first)
-            block = jnp.where(index < first, block, blocks)
-        b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)
+            block = jnp.where(index < first_short, block, blocks)
         if self.longest_last:  # the longest tiles first, so that the last tiles to start are short
             block = shape.blocks - 1 - block
         return b, h, block

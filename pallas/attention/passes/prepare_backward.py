@@ -95,8 +95,9 @@ def rows_of(
         of_row = lambda ref, other: plgpu.load(ref, mask=exists, other=None if exists is None else other)
         inside = head_mask(exists, block, v_head_dim)
         of_head = lambda ref, mask: plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
-        out_here, dout_here = of_head(out_ref, inside), of_head(dout_ref, inside)
-        delta = (out_here.astype(jnp.float32) * dout_here.astype(jnp.float32)).sum(axis=1)
+        out_here = of_head(out_ref, inside).astype(jnp.float32)
+        dout_here = of_head(dout_ref, inside)
+        delta = (out_here * dout_here.astype(jnp.float32)).sum(axis=1)
         lse = of_row(lse_ref, jnp.inf)
         dead = lse == -jnp.inf
         if dlse_ref is not None:

@@ -89,7 +89,7 @@ def test_causal_segments_on_hopper(head_dim):
     )
     assert forward["notes"] == backward["notes"] == []
     assert forward["spills"] == 0
-    assert backward["spills"] <= 24  # three addresses; without persistent CTAs it takes 1.05 of the time at 128
+    assert backward["spills"] <= 32  # four addresses; without persistent CTAs it takes 1.05 of the time at 128
 
 
 @pytest.mark.slow
