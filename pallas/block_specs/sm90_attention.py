@@ -38,7 +38,8 @@ __all__ = [
 
 # Forward. Values that are the same in all rows are the defaults of the type.
 # bounded_from: the pass for the norms reads all queries and keys once, and saves a tenth of the loop over keys. It
-# gains 2 % at 2048 keys per query, and loses 10 % at 1024 (causal, length 2048).
+# gains 2 % at 2048 keys per query, and loses 10 % at 1024 (causal, length 2048). With fewer queries than keys it needs
+# more keys per query: by bytes, 777 queries x 3001 keys would lose 4 % (not measured).
 # bounded_from_limited: bounding loses 4 % with a window of 2048 keys. It loses 15 % with 8 causal documents in 8192
 # tokens, or 3 % with norms_q_in_kernel. The number of keys of a segment is not known beforehand.
 # bounded_from_lists: with 8192 keys, bounding loses 28 % of a call's time if a tenth of the blocks is live, loses 5 %
@@ -79,15 +80,18 @@ WIDE_CAUSAL = dataclasses.replace(WIDE, dynamic=True, head_group=8)
 # Backward, head_dim 64. q_loop_stagger=5: 0.96 of 0's time if not causal.
 BACKWARD_FULL_64 = Backward(block_q=128, q_loop_stagger=5)
 # Persistent CTAs take 0.99 causal, 0.96 with a window, 0.91 with documents, 1.01 full. head_group=4: 0.98 causal.
-BACKWARD_CAUSAL_64 = Backward(block_q=128, head_group=4, persistent=True, v_stages=2)
+BACKWARD_MASKED_64 = Backward(block_q=128, head_group=4, persistent=True, v_stages=2)
+# q_loop_stagger: only calls with few queries use it; not measured.
+BACKWARD_CAUSAL_64 = dataclasses.replace(BACKWARD_MASKED_64, q_loop_stagger=5)
 # head_group=16: 0.99 with a window, 0.98 with documents.
-BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_CAUSAL_64, head_group=16)
+BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_MASKED_64, head_group=16)
 # One stage of dO leaves room for a bias's tile.
 BACKWARD_DENSE_64 = Backward(block_q=128, do_stages=1, head_group=4)
 
 # Backward, head_dim 128. early_dv gains here; at head_dim 64 it loses 5 %.
 BACKWARD_FULL_128 = Backward(block_q=64, q_loop_stagger=5, early_dv=True)
-BACKWARD_CAUSAL_128 = Backward(block_q=64, head_group=4)
+BACKWARD_MASKED_128 = Backward(block_q=64, head_group=4)
+BACKWARD_CAUSAL_128 = dataclasses.replace(BACKWARD_MASKED_128, q_loop_stagger=5)
 # head_group=16, early_dv and exit_after_smem_read together: 0.96 to 0.98 with a window of 1024. Persistent CTAs: 1.04.
 BACKWARD_LIMITED_128 = Backward(block_q=64, head_group=16, early_dv=True, exit_after_smem_read=True)
 # Persistent CTAs: 0.95 with causal documents (head_group of 2, 4, 8 and 32: 0.98, 0.95, 0.96, 0.96), 1.00 with
@@ -220,7 +224,7 @@ MOSAIC_DENSE = (
         head_dim=64,
         bits=16,
         forward=CAUSAL_64,
-        backward=BACKWARD_CAUSAL_64,
+        backward=BACKWARD_MASKED_64,
         is_limited=False,
         dense_bits=1,
     ),
@@ -229,7 +233,7 @@ MOSAIC_DENSE = (
         head_dim=128,
         bits=16,
         forward=LIMITED_128,
-        backward=BACKWARD_CAUSAL_128,
+        backward=BACKWARD_MASKED_128,
         is_limited=False,
         dense_bits=1,
     ),
@@ -288,7 +292,7 @@ MOSAIC_LISTS = (
         head_dim=64,
         bits=16,
         forward=Forward(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, head_group=16),
-        backward=BACKWARD_CAUSAL_64,
+        backward=BACKWARD_MASKED_64,
         has_lists=True,
         measured_on=H200,
     ),

@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -13,7 +12,6 @@ from jax.typing import DTypeLike
 from jax_kernels.pallas.kernel_types import Barrier, Ref
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.layouts import ROWS, ROWS_8BIT, SWIZZLED_8BIT, swizzle
-from jax_kernels.pallas.mosaic.registers import recomputed
 from jax_kernels.pallas.mosaic.scratch import smem_ref
 
 
@@ -26,8 +24,6 @@ class SmemTiles:
     columns: the number of columns of a tile.
     any_rows: whether the arrays in device memory may have a number of rows that is not a multiple of 8. If so, a chunk
       has 64 columns, and each copy takes one chunk.
-    whole: with any_rows, whether all columns are one chunk, because a wgmma takes them all. If so, each copy takes
-      8 rows of 64 columns, which is too slow for the forward.
     swizzled: whether wgmma reads the tiles; otherwise their rows are plain.
     atom: the tiles have the layout of tiles with this number of columns (layouts.swizzle); None is `columns`. With
       any_rows atoms have 64 columns.
@@ -42,23 +38,20 @@ class SmemTiles:
         columns: int,
         any_rows: bool,
         *,
-        whole: bool = False,
         swizzled: bool = True,
         atom: int | None = None,
         chunked: bool = False,
         has_8_bits: bool = False,
     ):
         self.any_rows = any_rows and swizzled
-        self.whole = self.any_rows and whole and columns > 64
         self.transforms = swizzle(columns if atom is None else atom) if swizzled else ()
         self.copy_transforms = ROWS_8BIT if has_8_bits else ROWS
         if has_8_bits:
             self.transforms = SWIZZLED_8BIT
-        self.width = columns if has_8_bits else 64 if (self.any_rows or chunked) and not self.whole else columns
+        self.width = columns if has_8_bits else 64 if self.any_rows or chunked else columns
         self.count = columns // self.width
-        # Whether copies use other tiles of the memory than wgmma, and whether each copy has 8 rows.
+        # Whether copies use other tiles of the memory than wgmma.
         self.retiled = self.any_rows and not interpreter.INTERPRETED
-        self.eights = self.whole and self.retiled
 
     def scratch(self, *shape: int, dtype: DTypeLike) -> Ref:
         """The request for the tiles' memory, for pl.run_scoped. shape: [..., rows], the shape without the columns."""
@@ -66,8 +59,8 @@ class SmemTiles:
         tiles = smem_ref((*outer, self.count, rows, self.width), dtype, transforms=self.transforms)
         if not self.retiled:
             return tiles
-        copied = (rows // 8, self.width // 64, 8, 64) if self.eights else (self.count, rows, self.width)
-        return cast(Ref, plgpu.RefUnion(tiles, smem_ref((*outer, *copied), dtype, transforms=self.copy_transforms)))
+        copied = smem_ref((*outer, self.count, rows, self.width), dtype, transforms=self.copy_transforms)
+        return cast(Ref, plgpu.RefUnion(tiles, copied))
 
     def views(self, smem: Ref) -> tuple[Ref, Ref]:
         """(the ref by which wgmma reads and stores write, the ref by which copies read and write) of the same memory.
@@ -76,23 +69,10 @@ class SmemTiles:
         """
         return cast(tuple[Ref, Ref], tuple(cast(Any, smem))) if self.retiled else (smem, smem)
 
-    def copies(self, rows: int) -> int:
-        """The number of copies that load one tile of `rows` rows: the arrivals of the barrier that waits for it."""
-        return rows // 8 * (self.width // 64) if self.eights else self.count
-
     def _each(self, gmem: Ref, smem: Ref, copy: Callable[[Ref, Ref], None]) -> None:
         """Calls copy(part of gmem, part of smem) for each part of a tile that one copy takes."""
-        if not self.eights:
-            for c in range(self.count):
-                copy(gmem if self.count == 1 else gmem.at[:, pl.ds(self.width * c, self.width)], smem.at[c])
-            return
-
-        def eight(i, _):
-            r, c = lax.div(i, jnp.int32(self.width // 64)), lax.rem(i, jnp.int32(self.width // 64))
-            copy(gmem.at[pl.ds(8 * r, 8), pl.ds(64 * c, 64)], smem.at[r, c])
-
-        # The count is opaque: the unrolled loop takes more registers than a loading warpgroup has.
-        lax.fori_loop(0, recomputed(smem.shape[0] * (self.width // 64)), eight, None)
+        for c in range(self.count):
+            copy(gmem if self.count == 1 else gmem.at[:, pl.ds(self.width * c, self.width)], smem.at[c])
 
     def load(self, gmem: Ref, smem: Ref, barrier: Barrier) -> None:
         """Starts the copies of a tile from device to shared memory; `barrier` waits for them.

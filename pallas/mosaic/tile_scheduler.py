@@ -3,7 +3,8 @@
 A launch may serve several calls. The tiles of the calls follow one after another.
 
 Tiles are assigned round-robin. If dynamic, a CTA gets its next tile from a counter in device memory, one tile ahead,
-which balances long and short tiles.
+which balances long and short tiles. With at most two tiles per CTA it would not, because all CTAs would take their
+second tile when they start. If lengths differ, the CTA with the longest first tile then gets the shortest second tile.
 """
 
 import dataclasses
@@ -61,17 +62,19 @@ class Shape(NamedTuple):
 class TileScheduler:
     """The order in which the CTAs of a launch take tiles: blocks of rows of one head of one batch entry.
 
-    shapes: the tiles of each call of the launch. Tile indices run through all calls. is_causal: whether the rows are
-    queries of a causal call, so that the last blocks have the most keys and are taken first. head_group: the number
-    of heads whose tiles alternate. dynamic: whether CTAs get tiles from a counter in device memory instead of
-    round-robin. core_count: the number of CTAs that run at a time.
+    shapes: the tiles of each call of the launch. Tile indices run through all calls. longest_last: whether the last
+    blocks of a head take the longest, as queries of a causal call do; they are taken first. head_group: the number of
+    heads whose tiles alternate. dynamic: whether CTAs get tiles from a counter in device memory instead of round-robin.
+    core_count: the number of CTAs that run at a time. short_last: whether the last block of each head takes less time
+    than the others; these blocks of all heads are taken last. Only for one call, and not together with longest_last.
     """
 
     shapes: tuple[Shape, ...]
-    is_causal: bool
+    longest_last: bool
     head_group: int
     dynamic: bool
     core_count: int
+    short_last: bool = False
 
     @property
     def count(self) -> int:
@@ -84,9 +87,17 @@ class TileScheduler:
         return min(self.core_count, self.count)
 
     @property
+    def is_mirrored(self) -> bool:
+        """Whether the second tiles are assigned in the reverse order of the first tiles, from long to short.
+
+        It needs tiles in the order of their lengths, and at most two for each CTA.
+        """
+        return self.longest_last and self.core_count < self.count <= 2 * self.core_count
+
+    @property
     def fetches(self) -> bool:
-        """Whether CTAs get tiles from a counter. If each CTA has one tile, no counter is needed."""
-        return self.dynamic and self.count > self.core_count
+        """Whether CTAs get tiles from a counter. If each CTA has one tile, or is_mirrored, no counter is needed."""
+        return self.dynamic and self.count > self.core_count and not self.is_mirrored
 
     def counter(self) -> Ref | None:
         """A new counter for a launch, int32 [1] in device memory, of value 0; None if `fetches` is False."""
@@ -124,11 +135,17 @@ class TileScheduler:
         # 8192 tokens take 0.066 ms, with heads of several batch entries 0.0705 ms.
         alternating = shape.heads if len(self.shapes) > 1 else shape.batch * shape.heads
         together = math.gcd(self.head_group, alternating)
-        round_, within = lax.div(index, shape.blocks * together), lax.rem(index, shape.blocks * together)
+        blocks = shape.blocks - self.short_last
+        round_, within = lax.div(index, blocks * together), lax.rem(index, blocks * together)
         batch_head = round_ * together + lax.rem(within, together)
+        first_short = blocks * shape.batch * shape.heads
+        if self.short_last:
+            batch_head = jnp.where(index < first_short, batch_head, index - first_short)
         b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)
         block = lax.div(within, together)
-        if self.is_causal:  # the longest tiles first, so that the last tiles to start are short
+        if self.short_last:
+            block = jnp.where(index < first_short, block, blocks)
+        if self.longest_last:  # the longest tiles first, so that the last tiles to start are short
             block = shape.blocks - 1 - block
         return b, h, block
 
@@ -156,12 +173,18 @@ class TileScheduler:
         calls `fetch` for the same turn.
         """
         if not self.fetches:
-            return index + self.ctas
+            return self._following(index)
         slot = (turn + 1) & 1
         plgpu.barrier_wait(fetched.ready.at[slot])
         following = fetched.smem[slot]
         plgpu.barrier_arrive(fetched.free.at[slot])
         return following
+
+    def _following(self, index):
+        """The index of the CTA's tile after tile `index` without a counter; self.count or more if none is left."""
+        if not self.is_mirrored:
+            return index + self.ctas
+        return jnp.where(index < self.ctas, 2 * self.ctas - 1 - index, self.count)
 
     def leave_following(self, counter, index, smem) -> jax.Array:
         """The index of the CTA's tile after tile `index`, which it also leaves in smem for the other warpgroups.
@@ -172,7 +195,7 @@ class TileScheduler:
         if self.fetches:
             count_up(counter, smem, self.ctas)
         else:
-            smem[0] = index + self.ctas
+            smem[0] = self._following(index)
         plgpu.commit_smem()
         return smem[0]
 

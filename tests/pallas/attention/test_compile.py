@@ -89,7 +89,7 @@ def test_causal_segments_on_hopper(head_dim):
     )
     assert forward["notes"] == backward["notes"] == []
     assert forward["spills"] == 0
-    assert backward["spills"] <= 24  # three addresses; without persistent CTAs it takes 1.05 of the time at 128
+    assert backward["spills"] <= 32  # four addresses; without persistent CTAs it takes 1.05 of the time at 128
 
 
 @pytest.mark.slow
@@ -106,8 +106,20 @@ def test_odd_lengths_on_hopper(head_dim, is_causal, q_length):
         figures(report)[f"attention_{pass_}_sm90_mosaic_gpu_kernel"] for pass_ in ("forward", "backward")
     )
     assert forward["notes"] == backward["notes"] == []
-    assert forward["spills"] == 0
-    assert backward["spills"] <= 8  # in the warpgroup that loads
+    assert forward["spills"] == backward["spills"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.timeout(TIMEOUT + 30)
+def test_causal_segments_of_odd_lengths_on_hopper():
+    """Ids end the keys. With a limit of their length, too, the forward spills 408 bytes."""
+    spec = Spec("mosaic_gpu", 128, is_causal=True, segment_ids=True, q_length=4001, kv_length=4001, backward=False)
+    report = compile_spec("h200", spec)
+    assert report["error"] is None, report["error"]
+    found = figures(report)["attention_forward_sm90_mosaic_gpu_kernel"]
+    assert found["notes"] == []
+    assert found["spills"] <= 16
 
 
 def write(words):

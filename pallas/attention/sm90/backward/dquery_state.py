@@ -74,7 +74,7 @@ class DqueryTraits:
             dtype=arrays.query.dtype,
             scheduler=TileScheduler(
                 shapes=(Shape.of(batch, heads, q_length, BLOCK_Q),),
-                is_causal=options.is_causal,
+                longest_last=options.is_causal,
                 head_group=config.head_group,
                 dynamic=False,
                 core_count=1,

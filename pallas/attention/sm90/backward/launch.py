@@ -30,7 +30,7 @@ from jax_kernels.pallas.attention.sm90.features.segments import segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E, is_large
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.kernel_types import Ref, needed
-from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
+from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 
@@ -146,7 +146,7 @@ def attention_backward(
     )
     if options.deterministic:
         assert config.dquery is not None, config
-        arrays = _of_queries(prepared, config.dquery.block_kv)
+        arrays = _of_queries(prepared, config.dquery.block_kv, interpret=interpret)
         dq = backward_deterministic.query_gradient(arrays, options, kv_length, config=config, interpret=interpret)
     else:
         dq = as_varying(jax.freeze(cast(jax.Ref, arrays.dquery)), axes)
@@ -185,6 +185,10 @@ def _prepared(
         for blocks in listed_blocks(config, query.shape[-1], value.shape[-1], options)
     )
     mod = score_mod_sm90.mod_of(inputs, options, max(dquery_state.BLOCK_Q, config.block_q), max(dq_block_kv, block_kv))
+    any_rows = not options.deterministic and widths.takes_any_rows
+    any_queries = any_rows and widths.takes_any_queries
+    is_exact = (query.shape[-1], value.shape[-1]) == (widths.key, widths.value)
+    copies_queries = has_odd_length(query) and is_exact and not any_queries
     if given.delta is None:
         dout = given.dout
         rows = prepare_backward.rows_of(
@@ -193,6 +197,7 @@ def _prepared(
             given.lse,
             given.dlse,
             block_q=_whole_rows(options, config),
+            query=query if copies_queries else None,
             width=widths.key,
             zeros=zeros,
             interpret=interpret,
@@ -200,9 +205,9 @@ def _prepared(
     else:
         natural = mod is not None and mod.may_mask
         dout, rows = _rows(inputs, given, natural=natural, block_q=_whole_rows(options, config))
-    any_rows = not options.deterministic and widths.takes_any_rows
-    q, k = (pad_for_tma(x, widths.key, any_rows=any_rows) for x in (query, key))
-    v, do = (pad_for_tma(x, widths.value, any_rows=any_rows) for x in (value, dout))
+    k, v = (pad_for_tma(x, width, any_rows=any_rows) for x, width in ((key, widths.key), (value, widths.value)))
+    q = pad_for_tma(query, widths.key, any_rows=any_queries) if rows.query is None else rows.query
+    do = pad_for_tma(dout, widths.value, any_rows=any_queries) if rows.dout is None else rows.dout
     end = tail_block.clean_end(inputs, k, v, KEYS_AT_ONCE)
     dq_end = tail_block.clean_end(inputs, k, v, dq_block_kv) if options.deterministic else None
     if lists is not None:
@@ -210,7 +215,7 @@ def _prepared(
     bias = bias_sm90.bias_of(inputs, transposed=True)
     arrays = Arrays(
         bounds=block_ranges.bounds_array(inputs, options),
-        segments=segments_of(inputs, config.block_q, block_kv, of_keys=True),
+        segments=segments_of(inputs, options, config.block_q, block_kv, of_keys=True, interpret=interpret),
         bias=bias,
         lists=lists,
         mod=mod,
@@ -261,14 +266,16 @@ def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int
     return dquery_state.BLOCK_Q if options.deterministic else config.block_q
 
 
-def _of_queries(prepared: Prepared, block_kv: int) -> Arrays:
+def _of_queries(prepared: Prepared, block_kv: int, *, interpret: bool) -> Arrays:
     """The arrays for the kernel of a deterministic dquery, which owns blocks of queries. block_kv: its block of
     keys.
     """
     inputs = prepared.inputs
     return dataclasses.replace(
         prepared.arrays,
-        segments=segments_of(inputs, dquery_state.BLOCK_Q, block_kv, of_keys=False),
+        segments=segments_of(
+            inputs, prepared.options, dquery_state.BLOCK_Q, block_kv, of_keys=False, interpret=interpret
+        ),
         lists=prepared.dq_lists,
         end=prepared.dq_end,
         bias=bias_sm90.bias_of(inputs, transposed=False),

@@ -83,8 +83,7 @@ class StepLoads:
     """The loads of one step of a work tile.
 
     tile: the work tile. nth: number of the step in the CTA. step: its number in the work tile. b, head, rows: its block
-    of queries. The loops of copies leave no registers to keep a step's block of queries, so that the methods recompute
-    it.
+    of queries.
     """
 
     kernel: Kernel
@@ -94,17 +93,6 @@ class StepLoads:
     b: Index
     head: Index
     rows: Slice
-
-    def place_again(self) -> tuple[Index, Index, Slice]:
-        """(batch entry, query head, rows) of the step's block of queries: the fields, or recomputed if Traits.q_tiles
-        is `whole`, where loops of copies of 8 rows leave no registers to keep them.
-        """
-        kernel = self.kernel
-        if not kernel.traits.q_tiles.whole:
-            return self.b, self.head, self.rows
-        block = kernel.block(recomputed(self.tile))
-        place = kernel.q_loop(self.tile, block).place(recomputed(self.step))
-        return block.b, place.head, pl.ds(place.q_block * kernel.schedule.block_q, kernel.schedule.block_q)
 
     def numbers_again(self) -> StepNumbers:
         """The step's block of queries and flags, which the compute warpgroups read from shared memory, recomputed."""
@@ -126,7 +114,7 @@ class StepLoads:
         """Loads the step's block of rows, once the earlier step that used its stage has freed it."""
         traits = self.kernel.traits
         slot = lax.rem(self.nth, jnp.int32(loads.stages))
-        b, head, rows = self.place_again()
+        b, head, rows = self.b, self.head, self.rows
 
         @pl.when(self.nth >= loads.stages)
         def _wait():
@@ -137,7 +125,6 @@ class StepLoads:
         for half in range(traits.halves):
             source = loads.gmem.at[b, rows, q_head_of(head), pl.ds(loads.width * half, loads.width)]
             loads.tiles.load(source, loads.smem.at[slot, half], ready)
-        b, head, rows = self.place_again()
         plgpu.copy_gmem_to_smem(loads.numbers.at[b, head, rows], loads.numbers_smem.at[slot], ready)
         if loads.ids is not None:
             plgpu.copy_gmem_to_smem(loads.ids.at[b, rows], needed(loads.ids_smem).at[slot], ready)

@@ -193,9 +193,9 @@ class KernelBarriers:
         schedule, config, halves = traits.schedule, traits.config, traits.halves
         is_persistent, q_stages, do_stages = schedule.is_persistent, config.q_stages, config.do_stages
         k_copies = traits.key_groups * traits.chunks
-        v_copies = traits.key_groups * halves * traits.v_tiles.copies(64)
-        q_copies = halves * traits.q_tiles.copies(traits.block_q) + 1
-        do_copies = halves * traits.do_tiles.copies(traits.block_q) + 1
+        v_copies = traits.key_groups * halves * traits.v_tiles.count
+        q_copies = halves * traits.q_tiles.count + 1
+        do_copies = halves * traits.do_tiles.count + 1
         if is_persistent:
             wanted = {"k_ready": (schedule.k_stages, k_copies + 1), "v_ready": (schedule.v_stages, v_copies)}
             wanted |= {"k_free": (1, COMPUTE_WGS), "v_free": (1, COMPUTE_WGS)}

@@ -25,8 +25,8 @@ class Traits:
     head of dquery. has_dquery: whether the kernel adds to dquery. bias_gradient: whether the kernel sums the gradient
     of a bias per key. has_words: whether block lists have the mask words of all blocks. has_slope: whether the
     score_mod's derivative with respect to the score is not 1. natural: whether scores are in natural units, not in base
-    2. may_end: whether a block of keys may reach past the last key. k_tiles, v_tiles, q_tiles, do_tiles: the layouts of
-    keys, values, queries and dout in shared memory.
+    2. may_end: whether a block of keys may reach past the last key, and no segment ids show it. k_tiles, v_tiles,
+    q_tiles, do_tiles: the layouts of keys, values, queries and dout in shared memory.
     """
 
     schedule: Schedule
@@ -68,7 +68,7 @@ class Traits:
         """
         widths = Widths(key=arrays.query.shape[-1], value=arrays.value.shape[-1], block_q=config.block_q)
         block_kv, width, v_width = widths.block_kv, widths.key // widths.halves, widths.value // widths.halves
-        any_rows = has_odd_length(arrays.query, arrays.key)
+        any_rows, any_queries = has_odd_length(arrays.query, arrays.key), has_odd_length(arrays.query)
         mod = arrays.mod
         schedule = Schedule.of(
             arrays,
@@ -95,11 +95,11 @@ class Traits:
             has_mod=mod is not None,
             has_slope=mod is not None and not mod.adds_only,
             natural=mod is not None and mod.may_mask,
-            may_end=arrays.bounds is not None or kv_length % block_kv != 0,
+            may_end=arrays.bounds is not None or (arrays.segments is None and kv_length % block_kv != 0),
             k_tiles=SmemTiles(widths.chunk, any_rows),
             v_tiles=SmemTiles(v_width, any_rows),
-            q_tiles=SmemTiles(width, any_rows, whole=True, atom=widths.chunk),
-            do_tiles=SmemTiles(v_width, any_rows, whole=True),
+            q_tiles=SmemTiles(width, any_queries, atom=widths.chunk),
+            do_tiles=SmemTiles(v_width, any_queries),
         )
         traits._check()
         return traits

@@ -59,8 +59,13 @@ class Widths:
         return COMPUTE_WGS if self.splits_columns else 1
 
     @property
+    def takes_any_queries(self) -> bool:
+        """Whether copies take any number of queries: a tile's columns, all operands of one wgmma, are one atom."""
+        return max(self.key, self.value) // self.halves <= 64
+
+    @property
     def takes_any_rows(self) -> bool:
-        """Whether copies take any number of rows, which needs swizzle atoms of 64 columns."""
+        """Whether copies take any number of keys, which needs swizzle atoms of 64 columns."""
         return self.chunk == 64 and self.value // self.halves % 64 == 0
 
     @property

@@ -181,7 +181,7 @@ def attention_forward(
     value = fp8_values.transposed(inputs.value, inputs.kv_lengths, interpret=interpret)
     scheduler = TileScheduler(
         shapes=(Shape.of(query.shape[0], query.shape[2], q_length, config.block_q),),
-        is_causal=options.is_causal,
+        longest_last=options.is_causal,
         head_group=config.head_group,
         dynamic=config.dynamic and not interpret,
         core_count=core_count,

@@ -27,6 +27,7 @@ from jax_kernels.pallas.attention.sm90.features import score_mod as score_mod_sm
 from jax_kernels.pallas.attention.sm90.features.segments import segments_of
 from jax_kernels.pallas.attention.sm90.features.softcap import TANH_UP_TO
 from jax_kernels.pallas.attention.sm90.forward import kernel as forward_kernel
+from jax_kernels.pallas.attention.sm90.forward.loop import is_short_tile
 from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Earlier
 from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90
 from jax_kernels.pallas.kernel_types import needed
@@ -60,7 +61,7 @@ def attention_forward(
     end = tail_block.clean_end(inputs, key, value, config.block_kv)
     if lists is not None:
         inputs, options = without_limits(inputs, options)
-    segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
+    segments = segments_of(inputs, options, config.block_q, config.block_kv, of_keys=False, interpret=interpret)
     bias = bias_sm90.bias_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
@@ -70,7 +71,8 @@ def attention_forward(
     # The bounds under a score_mod, and small scores, are determined for whole heads.
     norms_q_in_kernel = config.norms_q_in_kernel and mod is None and not options.softcap
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if norms_q_in_kernel and not is_limited else 1
-    if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and bias is None:
+    looked_at = key if inputs.key_norms is None else None
+    if config.bounded and _look_pays(keys, bounded_from * of_look, query, looked_at, call.heads) and bias is None:
         largest, small = _bounds(
             query,
             key,
@@ -83,7 +85,11 @@ def attention_forward(
         )
     sinks = inputs.sinks
     config = dataclasses.replace(config, norms_q_in_kernel=norms_q_in_kernel)
-    scheduler = _scheduler((call,), options, config, core_count, interpret=interpret)
+    # Segments order their tiles by length.
+    longest_last = options.is_causal or segments is not None
+    visits_all = not (options.is_causal or is_limited or lists is not None or inputs.kv_lengths is not None)
+    short_last = visits_all and call.q_length > config.block_q and is_short_tile(call.q_length, config.block_q)
+    scheduler = _scheduler((call,), longest_last, config, core_count, short_last=short_last, interpret=interpret)
     arrays = Arrays(
         query=[query],
         key=[key],
@@ -132,7 +138,8 @@ def attention_forward_together(
     keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
 
     def is_small(i: int) -> bool:
-        looks = config.bounded and _look_pays(keys[i], config.bounded_from, inputs[i].query, calls[i].heads)
+        arrays = inputs[i].query, inputs[i].key
+        looks = config.bounded and _look_pays(keys[i], config.bounded_from, *arrays, calls[i].heads)
         return not looks and _shape_of(calls[i], config).tiles <= config.one_launch_max_tiles * core_count
 
     # Calls with the most keys per query come first, like tiles within a call.
@@ -143,7 +150,7 @@ def attention_forward_together(
         # The options differ only in the heads, which each LaunchCall also has.
         shared, of_launch = options[together[0]], tuple(calls[i] for i in together)
         query, key, value = zip(*_padded([inputs[i] for i in together], config), strict=True)
-        scheduler = _scheduler(of_launch, shared, config, core_count, interpret=interpret)
+        scheduler = _scheduler(of_launch, shared.is_causal, config, core_count, interpret=interpret)
         arrays = Arrays(query=list(query), key=list(key), value=list(value), counter=scheduler.counter())
         launched = _launch(
             arrays, scheduler, shared, of_launch, out_dtype=out_dtype, config=config, interpret=interpret
@@ -199,11 +206,18 @@ def _earlier(inputs: AttentionInputs, block_q: int, columns: int) -> Earlier | N
 
 
 def _scheduler(
-    calls: tuple[head_views.LaunchCall, ...], options: AttentionOptions, config, core_count: int, *, interpret: bool
+    calls: tuple[head_views.LaunchCall, ...],
+    longest_last: bool,
+    config,
+    core_count: int,
+    *,
+    short_last: bool = False,
+    interpret: bool,
 ) -> TileScheduler:
     return TileScheduler(
         shapes=tuple(_shape_of(call, config) for call in calls),
-        is_causal=options.is_causal,
+        longest_last=longest_last,
+        short_last=short_last,
         head_group=config.head_group,
         dynamic=config.dynamic and not interpret,
         core_count=core_count,
@@ -214,13 +228,17 @@ def _shape_of(call: head_views.LaunchCall, config) -> Shape:
     return Shape.of(call.batch, call.heads, call.q_length, config.block_q)
 
 
-def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:
+def _look_pays(keys: int, bounded_from: float, query: jax.Array, key: jax.Array | None, heads: int) -> bool:
     """Whether upper bounds of the scores save more time in the loop over keys than their vector norms take.
 
     keys: the approximate number of keys that a query attends to. bounded_from: the least such number that pays, if the
-    call uses all heads of query. heads: the number of heads that the call uses; norms are computed for all heads.
+    call uses all heads of query, and query has at least as many vectors as key. key: None if its norms are known.
+    heads: the number of heads that the call uses; norms are computed for all heads.
     """
-    return keys >= bounded_from * query.shape[2] / heads
+    vectors = query.shape[1] * query.shape[2]
+    of_keys = 0 if key is None else key.shape[1] * key.shape[2]
+    share = min(1.0, 2 * vectors / (vectors + of_keys))  # few queries save little, and all keys are read
+    return keys * share >= bounded_from * query.shape[2] / heads
 
 
 def listed_blocks(config: AttentionForwardSm90) -> dict[str, Any]:

@@ -32,6 +32,11 @@ from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
 FIRST_TURN_BARRIER = 8
 
 
+def is_short_tile(q_length: int, block_q: int) -> bool:
+    """Whether the last of a head's blocks of queries leaves a warpgroup without queries."""
+    return 0 < q_length % block_q <= block_q - 64
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkTile:
     """A block of queries of a head, or a warpgroup's 64 queries of it, with the blocks of keys that they visit.
@@ -203,8 +208,11 @@ class KvLoop:
 
     @property
     def may_end(self) -> bool:
-        """Whether a block of keys may reach past the last key."""
-        return self.bounds is not None or any(call.kv_length % self.block_kv != 0 for call in self.calls)
+        """Whether a block of keys may reach past the last key, and no segment ids show it: ids past the end equal no
+        other id.
+        """
+        reaches_past = any(call.kv_length % self.block_kv != 0 for call in self.calls)
+        return self.bounds is not None or (self.segments is None and reaches_past)
 
     @property
     def has_partial(self) -> bool:
@@ -229,11 +237,21 @@ class KvLoop:
         """Whether all compute warpgroups visit the same blocks of keys in a work tile.
 
         If not, each warpgroup visits only the blocks up to its own queries' positions. This needs a call that is only
-        causal, and a known q_offset and lengths: with `bounds`, a range per warpgroup would spill registers.
+        causal, and a known q_offset and lengths: with `bounds`, a range per warpgroup would spill registers. A
+        warpgroup without queries visits one block.
         """
+        if self.has_idle_warpgroups:
+            return False
         if not self.causal_only or self.bounds is not None:
             return True
         return self.q_offset % self.block_q == 0 and self.block_kv % self.block_q == 0
+
+    @property
+    def has_idle_warpgroups(self) -> bool:
+        """Whether in each head's last work tile a warpgroup has no queries, of a call that visits all keys."""
+        if self.has_limits or len(self.calls) > 1 or not (self.bounds is self.segments is self.lists is None):
+            return False
+        return is_short_tile(self.calls[0].q_length, self.block_q)
 
     @property
     def may_be_dead(self) -> bool:
@@ -305,6 +323,8 @@ class KvLoop:
 
         def place(i: int) -> tuple[Index, ...]:
             b, h, q_index = self.scheduler.place(index, i)
+            if self.segments is not None:
+                q_index = self.segments.block(b, q_index)
             return b, h, q_index, *self.calls[i].array_heads(h), self.calls[i].kv_length
 
         # A branch per call, in which it divides by constants.
@@ -318,7 +338,10 @@ class KvLoop:
         A causal tile's rightmost blocks may belong only to the other warpgroups.
         """
         q_start, blocks = tile.q_start + w * 64, tile.blocks
-        if not self.same_blocks:
+        if self.has_idle_warpgroups:
+            count = jnp.where(q_start < self.calls[0].q_length, cast(BlockRange, blocks).count, 1)
+            blocks = dataclasses.replace(cast(BlockRange, blocks), count=count)
+        elif not self.same_blocks:
             blocks = needed(tile.limits).key_blocks(q_start, 64, self.block_kv).at_least_one()
         return dataclasses.replace(tile, q_start=q_start, blocks=blocks)
 

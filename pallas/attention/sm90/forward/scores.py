@@ -71,7 +71,8 @@ class QueryTile16(QueryTile):
             s = self._modified(self._capped_and_biased(s), step)
         if kv_loop.has_partial and (is_first or not kv_loop.only_first_partial):
             blocks = self.own.blocks
-            if traits.has_segments and not is_first:  # the range is read again, not kept in registers
+            if traits.has_segments and traits.is_wide and not is_first:
+                # The range is read again, not kept in registers.
                 blocks = kv_loop.work_tile(lax.optimization_barrier(self.index)).blocks
             # One loop with a branch: two loops were slower.
             masked = functools.partial(self._masked, step=step, words=words, slot=slot)

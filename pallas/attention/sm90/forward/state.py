@@ -197,6 +197,11 @@ class Traits:
         return self.config.share_q_out and fits and self.out_dtype == self.dtype
 
     @property
+    def is_wide(self) -> bool:
+        """Whether the accumulators leave no spare registers."""
+        return max(self.head_dim, self.v_head_dim) > 128
+
+    @property
     def stores_registers(self) -> bool:
         """Whether the output goes from registers to device memory: shared memory has no room for float32 output."""
         return self.out_dtype != self.dtype
@@ -293,10 +298,8 @@ class Scratch:
             rows=smem_ref((1 + traits.has_lse_lo, compute_wgs, 64), jnp.float32),
             q_ids=smem_ref((traits.q_tiles, 64), jnp.int32) if has_segments else None,
             kv_ids=smem_ref((stages, block_kv), jnp.int32) if has_segments else None,
-            q_ready=barrier_ref(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
-            pipeline=KvPipeline.scratch(
-                stages, compute_wgs, qk_tiles.copies(block_kv) + has_segments, v_tiles.copies(block_kv)
-            ),
+            q_ready=barrier_ref(num_arrivals=qk_tiles.count + has_segments, num_barriers=compute_wgs),
+            pipeline=KvPipeline.scratch(stages, compute_wgs, qk_tiles.count + has_segments, v_tiles.count),
             bias=bias.stage(config.block_q, block_kv, block_kv, compute_wgs),
             fetched=traits.scheduler.scratch(compute_wgs + 1),
         )

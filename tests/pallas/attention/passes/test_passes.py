@@ -182,10 +182,16 @@ def test_backward_rows(shape, width, block_q, has_dlse, dtype):
     pad = [(0, 0), (0, 0), (0, -length % block_q)]
     np.testing.assert_array_equal(rows.lse, jnp.pad(want_lse * LOG2E, pad, constant_values=jnp.inf))
     np.testing.assert_allclose(rows.delta, jnp.pad(want_delta, pad), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(rows.dquery, np.zeros((batch, length, heads, width)))
+    np.testing.assert_array_equal(rows.dquery, np.zeros((batch, -(-length // 8) * 8, heads, width)))
     alone = prepare_backward.rows_of(out, dout, lse, dlse, zeros=False, **statics)
     np.testing.assert_array_equal(alone.delta, rows.delta)
-    assert alone.dquery is None
+    assert alone.dquery is alone.query is alone.dout is None
+    query = jnp.asarray(normal(batch, length, heads, 40, dtype=dtype))
+    copied = prepare_backward.rows_of(out, dout, lse, dlse, query, zeros=has_dlse, **statics)
+    np.testing.assert_array_equal(copied.delta, rows.delta)
+    assert (copied.dquery is not None) == has_dlse
+    for copy, x in ((copied.query, query), (copied.dout, dout)):
+        np.testing.assert_array_equal(copy, jnp.pad(x, [(0, 0), (0, -length % 8), (0, 0), (0, 0)]))
 
 
 def test_backward_rows_supported_shapes():
