@@ -12,7 +12,7 @@ from jax_kernels.pallas.mosaic import elementwise
 from jax_kernels.score_mod.axes import has_constants
 from jax_kernels.score_mod.tile_reads import TRITON_ELEMENTWISE, primitives
 
-__all__ = ["ACTIVATIONS", "derivative_of", "not_for_mosaic", "not_for_triton"]
+__all__ = ["ACTIVATIONS", "derivative_of", "has_known_activation", "not_for_mosaic", "not_for_triton"]
 
 
 def relu(x: jax.Array) -> jax.Array:
@@ -31,7 +31,20 @@ def gelu(x: jax.Array) -> jax.Array:
 
 
 gelu_tanh, sigmoid, silu = elementwise.gelu_tanh, elementwise.sigmoid, elementwise.silu
-ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "sigmoid": sigmoid, "tanh": tanh}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": relu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "silu": silu,
+    "sigmoid": sigmoid,
+    "tanh": tanh,
+}
+
+
+def has_known_activation(options: Any) -> bool:
+    """Whether the activation of a call's options is None or a function of ACTIVATIONS, not the caller's."""
+    activation = getattr(options, "activation", None)
+    return activation is None or activation in ACTIVATIONS.values()
 
 
 def _d_sigmoid(x: jax.Array) -> jax.Array:

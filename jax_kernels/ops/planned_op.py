@@ -330,6 +330,21 @@ def kernel(function: Callable[..., Any], direction: str = "forward", *, once: bo
     return run
 
 
+def plain(function: Callable[..., Any], compiles: Callable[[Any], bool] = lambda options: True) -> Callable[..., Any]:
+    """Wraps the "xla" function of an op: an eager call runs as one program, not as a program for each operation.
+
+    function: takes (inputs, options, *arrays, config=, interpret=), with hashable options. compiles(options): whether
+    the options may be part of a program. A function that the caller makes anew for each call would be compiled in each.
+    Programs of jit are as without the wrapper.
+    """
+    compiled = jax.jit(function, static_argnums=1, static_argnames=("config", "interpret"), inline=True)
+
+    def run(inputs: Any, options: Any, *arrays: Any, **rest: Any) -> Any:
+        return (compiled if compiles(options) else function)(inputs, options, *arrays, **rest)
+
+    return run
+
+
 def join_batch(size: int, x: jax.Array, has_axis: bool, length: int | None = None) -> jax.Array:
     """[size * batch, ...]: the array of `size` calls under a vmap, merged for one call with a larger batch.
 

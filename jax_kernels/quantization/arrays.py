@@ -1,6 +1,7 @@
 """Values in 4 or 8 bits with scales: quantize, its result QuantizedArray, and dequantize."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -178,6 +179,7 @@ def quantize_blocks(x: jax.Array, format: str, sizes: Sequence[int], scale: Any 
     return QuantizedArray(values=values, scale=scale, scaling="block")
 
 
+@functools.partial(jax.jit, static_argnames=("format", "scaling", "axis"), inline=True)
 def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) -> QuantizedArray:
     """x in 8 bits as a QuantizedArray, with the given scale, or if scale is None with scales from x's largest values.
 

@@ -155,8 +155,13 @@ def _of_options(forward):
     return run
 
 
+_COMPILED = jax.jit(
+    reference.attention_decode, static_argnames=("scale", "softcap", "left", "chunk_bytes"), inline=True
+)
+
+
 def _xla(*arrays, config, interpret, **rest):
-    return reference.attention_decode(*arrays, **rest, chunk_bytes=chunk_bytes(arrays[0]))
+    return _COMPILED(*arrays, **rest, chunk_bytes=chunk_bytes(arrays[0]))
 
 
 def _implementation(name, supports, forward) -> Implementation:

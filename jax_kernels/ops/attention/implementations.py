@@ -357,13 +357,30 @@ def chunk_bytes(*arrays: Any) -> int:
     return attention_chunks.CPU_CHUNK_BYTES if is_cpu else attention_chunks.CHUNK_BYTES
 
 
+# As one program, not as a program for each operation.
+_COMPILED_FORWARD = jax.jit(
+    chunked_attention.forward, static_argnums=1, static_argnames=("out_dtype", "chunk_bytes"), inline=True
+)
+_COMPILED_BACKWARD = jax.jit(chunked_attention.backward, static_argnums=1, static_argnames="chunk_bytes", inline=True)
+
+
+def _has_function(x: Any) -> bool:
+    """Whether a mask or a score_mod, or a part of it, holds a function, which may be another one in each call."""
+    if isinstance(x, tuple | list):
+        return any(map(_has_function, x))
+    if dataclasses.is_dataclass(x):
+        return any(_has_function(getattr(x, field.name)) for field in dataclasses.fields(x))
+    return callable(x)
+
+
 def _xla_forward(inputs, options, *, out_dtype, config, interpret):
-    return chunked_attention.forward(inputs, options, out_dtype=out_dtype, chunk_bytes=chunk_bytes(inputs.query))
+    run = chunked_attention.forward if _has_function((inputs.mask, inputs.score_mod)) else _COMPILED_FORWARD
+    return run(inputs, options, out_dtype=out_dtype, chunk_bytes=chunk_bytes(inputs.query))
 
 
 def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, lse_lo=None):
-    limit = chunk_bytes(inputs.query)
-    return chunked_attention.backward(inputs, options, lse, delta, dout, lse_lo, chunk_bytes=limit)
+    run = chunked_attention.backward if _has_function((inputs.mask, inputs.score_mod)) else _COMPILED_BACKWARD
+    return run(inputs, options, lse, delta, dout, lse_lo, chunk_bytes=chunk_bytes(inputs.query))
 
 
 def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, lse_lo=None, out=None, dlse=None):

@@ -11,8 +11,8 @@ from jax_kernels.chunks import Need
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.ops import unsupported
-from jax_kernels.ops.activations import not_for_mosaic, not_for_triton
-from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
+from jax_kernels.ops.activations import has_known_activation, not_for_mosaic, not_for_triton
+from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel, plain
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.grouped_specs import GroupedCall, GroupedSm90
 from jax_kernels.pallas.grouped.sm90.matmul import grouped_matmul as sm90_matmul
@@ -169,7 +169,13 @@ IMPLEMENTATIONS = {
         kernel(triton_matmul, once=True),
         kernel(triton_weight_gradient, "backward", once=True),
     ),
-    "xla": Implementation("xla", lambda request: None, without_blocks, _xla, _xla_weight_gradient),
+    "xla": Implementation(
+        "xla",
+        lambda request: None,
+        without_blocks,
+        plain(_xla, has_known_activation),
+        plain(_xla_weight_gradient, has_known_activation),
+    ),
 }
 
 

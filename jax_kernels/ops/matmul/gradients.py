@@ -13,6 +13,7 @@ from jax import lax
 from jax_kernels import chunks, dispatch
 from jax_kernels.chunks import Need
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult, in_range
+from jax_kernels.ops.activations import has_known_activation
 from jax_kernels.ops.matmul.implementations import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.matmul.partitioning import by_rows, shared_matmul
 from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, no_calls, with_batch
@@ -126,6 +127,13 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
     """
     if saved.preactivation is None:
         return dout, None
+    run = _compiled_gradients if has_known_activation(options) else _gradients_of_epilogue
+    return run(options, saved, dout)
+
+
+def _gradients_of_epilogue(options: MatmulOptions, saved: MatmulResult, dout: Any) -> tuple[Any, Any]:
+    """epilogue_gradients of a call that saved its preactivation."""
+    assert saved.preactivation is not None
     z = in_range(saved.preactivation.astype(jnp.float32), saved.preactivation.dtype)
     activation = options.activation or (lambda z: z)
     activated, vjp = jax.vjp(lambda z: activation(z).astype(jnp.float32), z)
@@ -133,6 +141,9 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
         return vjp(dout)[0], None
     up = in_range(saved.up.astype(jnp.float32), saved.up.dtype)
     return vjp(dout * up)[0], dout * activated
+
+
+_compiled_gradients = jax.jit(_gradients_of_epilogue, static_argnums=0, inline=True)
 
 
 def sum_of_rows(dz: jax.Array) -> jax.Array:

@@ -11,8 +11,8 @@ from jax_kernels.chunks import Need
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.ops import unsupported
-from jax_kernels.ops.activations import not_for_mosaic, not_for_triton
-from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
+from jax_kernels.ops.activations import has_known_activation, not_for_mosaic, not_for_triton
+from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel, plain
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.candidates import TiledCall, matmul_candidates
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulCall
@@ -222,7 +222,7 @@ IMPLEMENTATIONS = {
         None,
         functools.partial(_candidates, implementation="triton"),
     ),
-    "xla": Implementation("xla", lambda request: None, without_blocks, _xla, None),
+    "xla": Implementation("xla", lambda request: None, without_blocks, plain(_xla, has_known_activation), None),
 }
 
 

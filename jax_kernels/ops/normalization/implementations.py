@@ -11,7 +11,7 @@ import jax
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.ops import unsupported
-from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel, no_calls, with_batch
+from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel, no_calls, plain, with_batch
 from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.candidates import norm_candidates
@@ -239,7 +239,7 @@ IMPLEMENTATIONS = {
         _shared(kernel(_mosaic_backward, "backward", once=True), _one_by_one),
         functools.partial(_candidates, "mosaic_gpu"),
     ),
-    "xla": Implementation("xla", lambda request: None, without_blocks, _xla_forward, _xla_backward),
+    "xla": Implementation("xla", lambda request: None, without_blocks, plain(_xla_forward), plain(_xla_backward)),
 }
 
 

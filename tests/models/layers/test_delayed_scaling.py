@@ -49,11 +49,12 @@ def test_history_and_scales():
 
 def test_first_call_matches_dynamic_scaling():
     delayed, dynamic = linear(), linear(fp8_scaling="dynamic", amax_history_length=None)
-    np.testing.assert_array_equal(delayed(1000 * XS[0]), dynamic(1000 * XS[0]))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)  # two programs: a last bit may differ
+    close(delayed(1000 * XS[0]), dynamic(1000 * XS[0]))
     empty = linear()
     assert not np.asarray(empty(jnp.zeros((2, 24)))).any()
     assert not np.asarray(empty.x_history[...]).any()
-    np.testing.assert_array_equal(empty(XS[1]), dynamic(XS[1]))  # zeros leave no scale
+    close(empty(XS[1]), dynamic(XS[1]))  # zeros leave no scale
 
 
 def test_non_finite_values_skip_the_history():
