@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.ops.drop_in import fallback
+from jax_kernels.bridge.ops.expert_rows import PermutedRows, TokenRows
 from jax_kernels.bridge.ops.grouped_matmul import grouped_matmul
 
 __all__ = ["experts"]
@@ -43,13 +44,13 @@ def experts(
     sizes = sizes.scatter_add(0, pairs.clamp(max=count), torch.ones_like(pairs, dtype=torch.int32))[:count]
     has_gate = getattr(module, "has_gate", True)  # early versions of transformers 5 lack some of these attributes
     first = "gate_up_proj" if has_gate else "up_proj"
-    rows = _TokenRows.apply(hidden_states, order, inverse, each)
+    rows = TokenRows.apply(hidden_states, order, inverse, each)
     hidden = _multiplied(module, rows, sizes, first)
     hidden = module._apply_gate(hidden) if has_gate else module.act_fn(hidden)
     out = _multiplied(module, hidden, sizes, "down_proj")
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
-    out = _Permuted.apply(out, inverse, order).unflatten(0, (-1, each))
+    out = PermutedRows.apply(out, inverse, order).unflatten(0, (-1, each))
     weights = top_k_weights.float()
     if getattr(module, "_is_expert_parallel", False):
         is_other = top_k_index >= count
@@ -73,40 +74,3 @@ def _multiplied(module: Any, rows: torch.Tensor, sizes: torch.Tensor, name: str)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     transpose_w = not module.is_transposed  # transformers calls matrices [in, out] transposed
     return grouped_matmul(rows.to(weight.dtype), weight, sizes, bias=bias, transpose_w=transpose_w)
-
-
-class _TokenRows(torch.autograd.Function):
-    """The token of each pair, sorted by expert: x[order // each]. The gradients of a token are summed in float32."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, each: int) -> torch.Tensor:
-        return x[order // each]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, _, inverse, ctx.each = inputs
-        ctx.save_for_backward(inverse)
-        ctx.dtype = x.dtype
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        of_tokens = gradients[0][inverse].unflatten(0, (-1, ctx.each))
-        return of_tokens.sum(1, dtype=torch.float32).to(ctx.dtype), None, None, None
-
-
-class _Permuted(torch.autograd.Function):
-    """rows[order]; the backward is a gather by the inverse, where PyTorch would scatter."""
-
-    @staticmethod
-    def forward(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        return rows[order]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return gradients[0][inverse], None, None

@@ -1,7 +1,7 @@
 """MixtureOfExperts: a PyTorch module with this library's grouped_matmul."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +10,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_activation
 from jax_kernels.bridge.nn.layers import check_flags, positive
 from jax_kernels.bridge.nn.linear import GatedMLP
 from jax_kernels.bridge.ops import symbolic_trace
+from jax_kernels.bridge.ops.expert_rows import PermutedRows, TokenRows
 from jax_kernels.bridge.ops.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from jax_kernels.bridge.translate.activations import Activation
 
@@ -27,32 +28,6 @@ class Routing(NamedTuple):
 
     load: torch.Tensor
     balance_loss: torch.Tensor
-
-
-class _TokenRows(torch.autograd.Function):
-    """The token of each row, [N * each, D] from tokens [N, D], without a copy in float32.
-
-    A row is a pair of a token and one of its `each` experts. order: from a row to its pair. inverse: from a pair to its
-    row. The gradients of a token's rows are summed in float32.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, each: int) -> torch.Tensor:
-        return tokens[order // each]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, _, inverse, ctx.each = inputs
-        ctx.save_for_backward(inverse)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        of_pairs = gradient[inverse].unflatten(0, (-1, ctx.each))
-        summed_in = torch.promote_types(gradient.dtype, torch.float32)
-        return of_pairs.sum(1, dtype=summed_in).to(gradient.dtype), None, None, None
 
 
 class MixtureOfExperts(torch.nn.Module):
@@ -175,12 +150,16 @@ class MixtureOfExperts(torch.nn.Module):
             "implementation": self.implementation,
         }
         inverse = order.argsort()
-        rows = _TokenRows.apply(tokens, order, inverse, each)
+        rows = TokenRows.apply(tokens, order, inverse, each)
         if self.gate_proj is None:
             hidden = grouped_matmul(rows, self.up_proj, activation=self.activation, **of_all)
         else:
             hidden = grouped_gated_matmul(rows, self.gate_proj, self.up_proj, activation=self.activation, **of_all)
-        out = grouped_matmul(hidden, self.down_proj, **of_all)[inverse].float().unflatten(0, (-1, each))
+        out = (
+            PermutedRows.apply(grouped_matmul(hidden, self.down_proj, **of_all), inverse, order)
+            .float()
+            .unflatten(0, (-1, each))
+        )
         out = (weights[..., None] * out).sum(1).view(x.shape)
         if self.shared is not None:
             out = out + self.shared(x).float()
