@@ -57,6 +57,6 @@ def test_other_launches_are_not_mirrored(heads, blocks, longest_last):
 @given(st.integers(1, 5), st.integers(2, 9), st.integers(1, 6))
 def test_short_tiles_are_last(heads, blocks, head_group):
     scheduler = scheduler_of(heads, blocks, 4, longest_last=False, head_group=head_group, short_last=True)
-    places = [tuple(map(int, scheduler.place(tile))) for tile in range(heads * blocks)]
-    assert sorted(places) == [(0, head, block) for head in range(heads) for block in range(blocks)]
-    assert {block for _, _, block in places[-heads:]} == {blocks - 1}
+    tiles = [tuple(map(int, scheduler.place(tile))) for tile in range(heads * blocks)]
+    assert sorted(tiles) == [(0, head, block) for head in range(heads) for block in range(blocks)]
+    assert {block for _, _, block in tiles[-heads:]} == {blocks - 1}
