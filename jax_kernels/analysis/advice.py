@@ -16,7 +16,7 @@ from jax_kernels.analysis.marks import Runs
 from jax_kernels.analysis.report import Advice, shape_text
 from jax_kernels.device import DeviceInfo
 from jax_kernels.dispatch import Plan
-from jax_kernels.ops.attention.implementations import AttentionRequest
+from jax_kernels.ops.attention.implementations.request import AttentionRequest
 from jax_kernels.ops.normalization.implementations import NormRequest
 from jax_kernels.ops.planned_op import TunableCall
 from jax_kernels.ops.ring.recorded import RingRequest

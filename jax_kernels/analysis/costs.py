@@ -18,7 +18,7 @@ from jax_kernels.flops import attention_flops, live_pairs, matmul_flops
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention.decode_implementations import DecodeRequest
 from jax_kernels.ops.attention.flash_attention_fp8 import Fp8Request
-from jax_kernels.ops.attention.implementations import AttentionRequest
+from jax_kernels.ops.attention.implementations.request import AttentionRequest
 from jax_kernels.ops.cross_entropy.implementations import LossRequest
 from jax_kernels.ops.grouped.experts import ExpertsInputs
 from jax_kernels.ops.grouped.implementations import GroupedRequest

@@ -13,7 +13,7 @@ from jax_kernels.masks import Mask
 from jax_kernels.masks import checks as mask_checks
 from jax_kernels.masks.limits import Limits, joined
 from jax_kernels.ops import checks
-from jax_kernels.ops.attention.implementations import AttentionRequest
+from jax_kernels.ops.attention.implementations.request import AttentionRequest
 from jax_kernels.score_mod.tile_reads import why_not
 from jax_kernels.score_mod.trace import ScoreMod, trace
 

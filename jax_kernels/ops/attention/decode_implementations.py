@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.ops import checks, unsupported
-from jax_kernels.ops.attention.implementations import chunk_bytes
+from jax_kernels.ops.attention.implementations.xla import chunk_bytes
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, join_batch, kernel
 from jax_kernels.ops.sharding.partitioning import Axis, Shares, is_partitioned, partitioned

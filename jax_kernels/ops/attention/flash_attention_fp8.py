@@ -14,7 +14,7 @@ from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.ops import checks, unsupported
-from jax_kernels.ops.attention.implementations import chunk_bytes
+from jax_kernels.ops.attention.implementations.xla import chunk_bytes
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel
 from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes

@@ -10,7 +10,8 @@ import numpy as np
 
 from jax_kernels.inputs.attention import AttentionInputs, FlashArguments
 from jax_kernels.ops.attention.checks import check as check_attention
-from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS, AttentionRequest
+from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
+from jax_kernels.ops.attention.implementations.request import AttentionRequest
 from jax_kernels.ops.checks import ranked_over
 from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated.branches import BranchCall

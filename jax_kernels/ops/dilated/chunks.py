@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_kernels import chunks, dispatch
 from jax_kernels.chunks import Need
-from jax_kernels.ops.attention.implementations import AttentionRequest
+from jax_kernels.ops.attention.implementations.request import AttentionRequest
 from jax_kernels.ops.dilated.branches import BranchCall
 from jax_kernels.ops.dilated.partitioning import ARGUMENTS, RESULTS
 from jax_kernels.ops.sharding.partitioning import is_partitioned

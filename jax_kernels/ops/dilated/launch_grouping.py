@@ -9,7 +9,7 @@ run in one launch.
 import dataclasses
 from collections.abc import Sequence
 
-from jax_kernels.ops.attention.implementations import AttentionRequest
+from jax_kernels.ops.attention.implementations.request import AttentionRequest
 from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated.branches import BranchCall
 from jax_kernels.pallas import block_specs

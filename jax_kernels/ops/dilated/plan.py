@@ -11,7 +11,7 @@ from jax_kernels import chunks, dispatch
 from jax_kernels.inputs.attention import AttentionInputs, FlashArguments
 from jax_kernels.ops.attention.flash_attention import OP, flash_attention
 from jax_kernels.ops.attention.flash_attention import prepare as prepare_attention
-from jax_kernels.ops.attention.implementations import AttentionRequest
+from jax_kernels.ops.attention.implementations.request import AttentionRequest
 from jax_kernels.ops.attention.vjp import AttentionCall, vary_alike
 from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.dilated import branches as dilated_views

@@ -9,7 +9,7 @@ import pytest
 
 from jax_kernels import decode_attention, flash_attention, flash_attention_fp8, masks
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
-from jax_kernels.ops.attention import implementations as attention_table
+from jax_kernels.ops.attention.implementations import cudnn
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference import chunked_attention
 from jax_kernels.reference.score_mod_gradients import array_gradients
@@ -101,7 +101,7 @@ def test_cudnn_gets_zeros(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     key, value = (jnp.where(PAST, np.nan, x) for x in (KEY, VALUE))
     inputs = AttentionInputs(QUERY, key, value, kv_lengths=jnp.asarray(LENGTHS))
-    attention_table._cudnn(inputs, AttentionOptions(scale=0.25), out_dtype=jnp.float32, config=None, interpret=False)
+    cudnn.forward(inputs, AttentionOptions(scale=0.25), out_dtype=jnp.float32, config=None, interpret=False)
     for x, right in zip(given, (KEY, VALUE), strict=True):
         np.testing.assert_array_equal(x, jnp.where(PAST, 0, right))
 

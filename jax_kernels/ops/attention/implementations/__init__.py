@@ -1,16 +1,18 @@
 """The implementations of flash_attention, and the requests that each of them supports."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.dispatch import Choice, Implementation, Request, interpreting, target_device, without_blocks
+from jax_kernels.dispatch import Choice, Implementation, interpreting, without_blocks
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.masks.block_lists import count_arrays_by
-from jax_kernels.ops import checks, unsupported
+from jax_kernels.ops import unsupported
 from jax_kernels.ops.attention import block_counts
+from jax_kernels.ops.attention.implementations import cudnn, xla
+from jax_kernels.ops.attention.implementations.request import AttentionRequest
 from jax_kernels.ops.planned_op import Blocks, kernel
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90.backward import launch as backward_sm90
@@ -26,101 +28,10 @@ from jax_kernels.pallas.attention.triton import forward as forward_triton
 from jax_kernels.pallas.attention.triton import large_lse_rows
 from jax_kernels.pallas.block_specs.candidates import TiledCall, attention_candidates
 from jax_kernels.pallas.triton import backend
-from jax_kernels.reference import attention_chunks, chunked_attention
-from jax_kernels.reference.attention import without_ignored
+from jax_kernels.reference import chunked_attention
 from jax_kernels.reference.score_mod_gradients import array_gradients
 from jax_kernels.score_mod.tile_reads import why_not
 from jax_kernels.score_mod.trace import moving
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionRequest(Request):
-    """A flash_attention call without its arrays.
-
-    window: (left, right), each -1 for no limit; None if it adds no limit to is_causal. With is_causal, right is 0.
-    q_offset: the position of query 0; None if it is an array. mask_shape, bias_shape: with four axes; None without an
-    array. has_mask_object: the mask is a masks.Mask that the op's other arguments cannot express. has_lists: block
-    lists give the keys of each query. They come from a prepared mask, or are made from a Mask.
-    """
-
-    SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
-    ROUNDED: ClassVar[tuple[str, ...]] = (*checks.SIZES, "window", "mask_shape", "bias_shape", "q_offset")
-
-    batch: int
-    q_length: int
-    kv_length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
-    is_causal: bool
-    window: tuple[int, int] | None
-    softcap: float | None
-    mask_shape: tuple[int, ...] | None
-    has_mask_object: bool
-    has_lists: bool
-    bias_shape: tuple[int, ...] | None
-    bias_dtype: str | None
-    has_sinks: bool
-    has_segment_ids: bool
-    has_kv_lengths: bool
-    has_score_mod: bool
-    # The reason why a Triton kernel, and a Mosaic kernel, cannot inline the score_mod.
-    not_in_tiles: str | None
-    not_in_mosaic_tiles: str | None
-    q_offset: int | None
-    return_lse: bool
-    deterministic: bool
-    precision: str | None
-
-    @property
-    def bits(self) -> int:
-        return 32 if self.dtype == "float32" else 16
-
-    def options(self, scale: float) -> AttentionOptions:
-        """The AttentionOptions of the call. scale: the factor of the scores, above 0."""
-        return AttentionOptions(
-            scale=scale,
-            is_causal=self.is_causal,
-            window=self.window,
-            softcap=self.softcap,
-            q_offset=self.q_offset,
-            precision=self.precision,
-            deterministic=self.deterministic,
-        )
-
-    @property
-    def has_mask(self) -> bool:
-        return self.mask_shape is not None
-
-    @property
-    def bias_tile_bits(self) -> int:
-        """The bits of each value of a bias [.., T, S] that has a row for each query; 0 for all other calls."""
-        if self.bias_shape is None or self.bias_shape[2] == 1:
-            return 0
-        return 32 if self.bias_dtype == "float32" else 16
-
-    @property
-    def skips_keys(self) -> bool:
-        """Whether the Hopper kernels skip dead blocks of keys of a mask array that is the same for all queries."""
-        has_bias = self.bias_shape is not None
-        return self.mask_shape is not None and block_lists.skips_keys(self.mask_shape, self.q_length, has_bias)
-
-    @property
-    def dense_bits(self) -> int:
-        """The bits of a mask or a bias for each pair of a query and a key: a number that selects block specs.
-
-        32: a float32 bias with a row for each query. 1: no bias, and a mask array with a row for each query. 0: no
-        bias, and no mask array, or one that block lists replace. 16: all other calls, i.e. another bias, or a mask
-        array with one row for all queries.
-        """
-        if self.bias_tile_bits == 32:
-            return 32
-        mask_shape = None if self.has_lists else self.mask_shape
-        if self.bias_shape is None and mask_shape is not None and mask_shape[2] > 1:
-            return 1
-        return 16 if mask_shape is not None or self.bias_shape is not None else 0
 
 
 def order(request: AttentionRequest) -> tuple[tuple[str, ...], str]:
@@ -231,76 +142,6 @@ def _supports_triton(request: AttentionRequest) -> str | None:
     return unsupported.no_gpu(request)
 
 
-def _supports_cudnn(request: AttentionRequest) -> str | None:
-    """The reason, in words for users, why cuDNN cannot serve the request; None if it can."""
-    capability = request.device.compute_capability
-    if capability is None:
-        return f"it needs an NVIDIA GPU, and this runs on {request.device.name}"
-    if reason := unsupported.below(request, (8, 0)):
-        return reason
-    if request.bits != 16:
-        return "it takes bfloat16 and float16, not float32"
-    if request.return_lse:
-        return "its backward takes no gradient of the log-sum-exp"
-    if request.has_segment_ids:
-        return "it does not take segment_ids"
-    if request.has_score_mod:
-        return "it does not take a score_mod"
-    if request.softcap is not None:
-        return "it does not take a softcap"
-    if request.has_sinks:
-        return "it does not take sinks"
-    if request.q_offset != 0:
-        return "its causal mask starts at position 0: q_offset must be 0"
-    if request.deterministic:
-        return "its backward is not deterministic without XLA's own flag"
-    limit = 256 if capability >= (9, 0) else 128
-    if max(request.head_dim, request.v_head_dim) > limit:
-        return f"its head_dim is at most {limit} here"
-    if request.head_dim != request.v_head_dim:
-        return "it needs one head_dim for query, key and value"
-    if request.head_dim % 8:
-        return "it needs a head_dim that is a multiple of 8"
-    if request.q_length % 2 or request.kv_length % 2:
-        return "its backward needs even lengths"
-    return _window_by_cudnn(request) or _bias_by_cudnn(request)
-
-
-# Wider backwards are for plain and causal attention.
-_SPECIAL_BY_CUDNN = 128
-
-
-def _window_by_cudnn(request: AttentionRequest) -> str | None:
-    """The reason, in words for users, why cuDNN cannot serve the request's window; None if it can, or without one."""
-    if request.window is None:
-        return None
-    if not request.is_causal:
-        return "its window has only a left side, under a causal mask"
-    if request.head_dim > _SPECIAL_BY_CUDNN:
-        return f"with a window its head_dim is at most {_SPECIAL_BY_CUDNN}"
-    if request.has_kv_lengths or request.has_mask or request.bias_shape is not None:
-        return "it does not take a window with kv_lengths, a dense mask or a bias"
-    if request.q_length > request.kv_length:
-        return "with a window it needs a key for every query: kv_length may not be below q_length"
-    return None
-
-
-def _bias_by_cudnn(request: AttentionRequest) -> str | None:
-    """The reason, in words for users, why cuDNN cannot serve the request's bias; None if it can, or without one."""
-    if request.bias_shape is None:
-        return None
-    if request.has_mask:
-        return "it does not take a bias with a dense mask"
-    if request.head_dim > _SPECIAL_BY_CUDNN:
-        return f"with a bias its head_dim is at most {_SPECIAL_BY_CUDNN}"
-    if request.bias_dtype != request.dtype:
-        return f"it takes a bias in query's dtype {request.dtype}, not {request.bias_dtype}"
-    want = (1, request.heads, request.q_length, request.kv_length)
-    if request.bias_shape != want:
-        return f"it has a gradient only for a bias of shape [1, H, T, S] = {want}, not {request.bias_shape}"
-    return None
-
-
 def _without_mask_objects(supports):
     def supports_arrays(request: AttentionRequest) -> str | None:
         if request.has_mask_object:
@@ -308,79 +149,6 @@ def _without_mask_objects(supports):
         return supports(request)
 
     return supports_arrays
-
-
-def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, interpret):
-    """(out [B, T, H, Dv], None instead of lse) by cuDNN; JAX differentiates it. Queries without a key get out = 0."""
-    del config, interpret
-    query, key, value, mask, bias, kv_lengths = (
-        getattr(inputs, name) for name in ("query", "key", "value", "mask", "bias", "kv_lengths")
-    )
-    dead = None  # queries without a key, for which cuDNN would average over all values
-    if kv_lengths is not None:
-        key, value, *_ = without_ignored(inputs)[1:]
-        dead = (kv_lengths <= 0)[:, None, None, None]
-        kv_lengths = jnp.clip(kv_lengths, 1, key.shape[1])
-    if bias is not None:  # a row of only -inf would give NaN
-        finite = bias != -jnp.inf
-        bias = jnp.where(finite, bias, 0)
-        mask = finite if mask is None else mask & finite
-    if mask is not None:
-        keep = mask
-        if kv_lengths is not None:
-            keep = keep & (jnp.arange(key.shape[1]) < kv_lengths[:, None, None, None])
-        if options.is_causal:
-            keep = keep & (jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1]))
-        empty = ~keep.any(axis=-1, keepdims=True).swapaxes(1, 2)
-        dead = empty if dead is None else dead | empty
-        mask = jnp.broadcast_to(mask, (*mask.shape[:2], query.shape[1], key.shape[1]))
-    out = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        scale=options.scale,
-        is_causal=options.is_causal,
-        query_seq_lengths=None if kv_lengths is None else jnp.full_like(kv_lengths, query.shape[1]),
-        key_value_seq_lengths=kv_lengths,
-        local_window_size=options.window,
-        implementation="cudnn",
-    )
-    out = out if dead is None else jnp.where(dead, 0, out)
-    return out.astype(out_dtype), None
-
-
-def chunk_bytes(*arrays: Any) -> int:
-    """The limit of the bytes of a chunk of the "xla" implementation on the device for which a call is planned."""
-    is_cpu = target_device(*arrays).compute_capability is None
-    return attention_chunks.CPU_CHUNK_BYTES if is_cpu else attention_chunks.CHUNK_BYTES
-
-
-# As one program, not as a program for each operation.
-_COMPILED_FORWARD = jax.jit(
-    chunked_attention.forward, static_argnums=1, static_argnames=("out_dtype", "chunk_bytes"), inline=True
-)
-_COMPILED_BACKWARD = jax.jit(chunked_attention.backward, static_argnums=1, static_argnames="chunk_bytes", inline=True)
-
-
-def _has_function(x: Any) -> bool:
-    """Whether a mask or a score_mod, or a part of it, holds a function, which may be another one in each call."""
-    if isinstance(x, tuple | list):
-        return any(map(_has_function, x))
-    if dataclasses.is_dataclass(x):
-        return any(_has_function(getattr(x, field.name)) for field in dataclasses.fields(x))
-    return callable(x)
-
-
-def _xla_forward(inputs, options, *, out_dtype, config, interpret):
-    run = chunked_attention.forward if _has_function((inputs.mask, inputs.score_mod)) else _COMPILED_FORWARD
-    return run(inputs, options, out_dtype=out_dtype, chunk_bytes=chunk_bytes(inputs.query))
-
-
-def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, lse_lo=None):
-    run = chunked_attention.backward if _has_function((inputs.mask, inputs.score_mod)) else _COMPILED_BACKWARD
-    return run(inputs, options, lse, delta, dout, lse_lo, chunk_bytes=chunk_bytes(inputs.query))
 
 
 def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, lse_lo=None, out=None, dlse=None):
@@ -493,12 +261,12 @@ IMPLEMENTATIONS = {
         kernel(backward_triton.attention_backward, "backward"),
         _candidates("triton"),
     ),
-    "cudnn": Implementation("cudnn", _without_mask_objects(_supports_cudnn), without_blocks, _cudnn, None),
+    "cudnn": Implementation("cudnn", _without_mask_objects(cudnn.supports), without_blocks, cudnn.forward, None),
     "xla": Implementation(
         "xla",
         lambda request: None,
         without_blocks,
-        _xla_forward,
-        _xla_backward,
+        xla.forward,
+        xla.backward,
     ),
 }
