@@ -13,6 +13,7 @@ def tiles_by_cta(scheduler):
     for tiles in taken:
         while (following := int(scheduler.following(None, tiles[-1], len(tiles) - 1))) < scheduler.count:
             tiles.append(following)
+            assert len(tiles) <= scheduler.count, "a CTA takes tiles without an end"
     return taken
 
 
