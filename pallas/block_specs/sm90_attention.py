@@ -80,18 +80,15 @@ WIDE_CAUSAL = dataclasses.replace(WIDE, dynamic=True, head_group=8)
 # Backward, head_dim 64. q_loop_stagger=5: 0.96 of 0's time if not causal.
 BACKWARD_FULL_64 = Backward(block_q=128, q_loop_stagger=5)
 # Persistent CTAs take 0.99 causal, 0.96 with a window, 0.91 with documents, 1.01 full. head_group=4: 0.98 causal.
-BACKWARD_MASKED_64 = Backward(block_q=128, head_group=4, persistent=True, v_stages=2)
-# q_loop_stagger: only calls with few queries use it; not measured.
-BACKWARD_CAUSAL_64 = dataclasses.replace(BACKWARD_MASKED_64, q_loop_stagger=5)
+BACKWARD_CAUSAL_64 = Backward(block_q=128, head_group=4, persistent=True, v_stages=2)
 # head_group=16: 0.99 with a window, 0.98 with documents.
-BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_MASKED_64, head_group=16)
+BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_CAUSAL_64, head_group=16)
 # One stage of dO leaves room for a bias's tile.
 BACKWARD_DENSE_64 = Backward(block_q=128, do_stages=1, head_group=4)
 
 # Backward, head_dim 128. early_dv gains here; at head_dim 64 it loses 5 %.
 BACKWARD_FULL_128 = Backward(block_q=64, q_loop_stagger=5, early_dv=True)
-BACKWARD_MASKED_128 = Backward(block_q=64, head_group=4)
-BACKWARD_CAUSAL_128 = dataclasses.replace(BACKWARD_MASKED_128, q_loop_stagger=5)
+BACKWARD_CAUSAL_128 = Backward(block_q=64, head_group=4)
 # head_group=16, early_dv and exit_after_smem_read together: 0.96 to 0.98 with a window of 1024. Persistent CTAs: 1.04.
 BACKWARD_LIMITED_128 = Backward(block_q=64, head_group=16, early_dv=True, exit_after_smem_read=True)
 # Persistent CTAs: 0.95 with causal documents (head_group of 2, 4, 8 and 32: 0.98, 0.95, 0.96, 0.96), 1.00 with
@@ -224,7 +221,7 @@ MOSAIC_DENSE = (
         head_dim=64,
         bits=16,
         forward=CAUSAL_64,
-        backward=BACKWARD_MASKED_64,
+        backward=BACKWARD_CAUSAL_64,
         is_limited=False,
         dense_bits=1,
     ),
@@ -233,7 +230,7 @@ MOSAIC_DENSE = (
         head_dim=128,
         bits=16,
         forward=LIMITED_128,
-        backward=BACKWARD_MASKED_128,
+        backward=BACKWARD_CAUSAL_128,
         is_limited=False,
         dense_bits=1,
     ),
@@ -292,7 +289,7 @@ MOSAIC_LISTS = (
         head_dim=64,
         bits=16,
         forward=Forward(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, head_group=16),
-        backward=BACKWARD_MASKED_64,
+        backward=BACKWARD_CAUSAL_64,
         has_lists=True,
         measured_on=H200,
     ),

@@ -143,8 +143,8 @@ class AttentionBackwardSm90:
 
     block_q: the number of queries in a step.
     q_stages, do_stages: the numbers of blocks of queries and of dout in their pipelines in shared memory.
-    q_loop_stagger: if every block of keys attends to every query, or in causal calls with few queries, the loop of each
-      block of keys starts this number of query blocks after the previous one's, which spreads the additions to dquery.
+    q_loop_stagger: if every block of keys attends to every query, the loop of each block of keys starts this number of
+      query blocks after the previous one's, which spreads the additions to dquery.
     head_group: the number of heads that run at the same time, so that long and short key blocks of causal calls
       mix. Calls with more than head_group_max_q_length queries run fewer heads together, because the dquery of all
       these heads must fit the L2 cache.

@@ -215,7 +215,7 @@ def _prepared(
     bias = bias_sm90.bias_of(inputs, transposed=True)
     arrays = Arrays(
         bounds=block_ranges.bounds_array(inputs, options),
-        segments=segments_of(inputs, options, config.block_q, block_kv, of_keys=True, interpret=interpret),
+        segments=segments_of(inputs, config.block_q, block_kv, of_keys=True, interpret=interpret),
         bias=bias,
         lists=lists,
         mod=mod,
@@ -273,9 +273,7 @@ def _of_queries(prepared: Prepared, block_kv: int, *, interpret: bool) -> Arrays
     inputs = prepared.inputs
     return dataclasses.replace(
         prepared.arrays,
-        segments=segments_of(
-            inputs, prepared.options, dquery_state.BLOCK_Q, block_kv, of_keys=False, interpret=interpret
-        ),
+        segments=segments_of(inputs, dquery_state.BLOCK_Q, block_kv, of_keys=False, interpret=interpret),
         lists=prepared.dq_lists,
         end=prepared.dq_end,
         bias=bias_sm90.bias_of(inputs, transposed=False),

@@ -65,11 +65,11 @@ class Schedule:
     """The order of the work of a launch, as known when its kernel is traced.
 
     group: query heads per kv head; a q_loop goes over all of them. q_loop_stagger: how many blocks of queries apart the
-    loops of neighbouring blocks of keys start, if visits_all, or in causal calls with few queries. visits_all: whether
-    causality, a window and segments let every block of keys attend to every block of queries. split: how the last work
-    tiles are split into parts, so that all SMs have work; in the methods, a part then has a work tile number of its
-    own, its CTA's. scheduler: numbers the work tiles before the split. is_persistent: whether a CTA processes one work
-    tile after another; otherwise it processes one work tile, or a part of it. v_stages: stages for values.
+    loops of neighbouring blocks of keys start, if visits_all. visits_all: whether causality, a window and segments let
+    every block of keys attend to every block of queries. split: how the last work tiles are split into parts, so that
+    all SMs have work; in the methods, a part then has a work tile number of its own, its CTA's. scheduler: numbers the
+    work tiles before the split. is_persistent: whether a CTA processes one work tile after another; otherwise it
+    processes one work tile, or a part of it. v_stages: stages for values.
     """
 
     options: AttentionOptions
@@ -113,7 +113,7 @@ class Schedule:
         shape = Shape.of(batch, kv_heads, kv_length, block_kv)
         scheduler = TileScheduler(
             shapes=(shape,),
-            longest_last=arrays.segments is not None,
+            longest_last=False,
             head_group=together,
             dynamic=not interpret,
             core_count=core_count,
@@ -197,8 +197,7 @@ class Schedule:
         if arrays.lists is not None:
             listed = arrays.lists.blocks_of(tile)
             return KeyBlock(listed.b, listed.head, listed.block)
-        b, kv_head, nth = self.scheduler.place(self.split.tile(tile))
-        return KeyBlock(b, kv_head, nth if arrays.segments is None else arrays.segments.block(b, nth))
+        return KeyBlock(*self.scheduler.place(self.split.tile(tile)))
 
     def limits(self, arrays: Arrays, b: Index) -> block_ranges.Limits:
         """The limits of the keys of batch entry b."""
@@ -206,16 +205,6 @@ class Schedule:
         return block_ranges.limits(
             arrays.bounds, b, options.q_offset, self.kv_length, is_causal=options.is_causal, window=options.window
         )
-
-    def _turns_range(self, arrays: Arrays) -> bool:
-        """Whether loops of neighbouring blocks of keys start q_loop_stagger apart within their own blocks of queries.
-
-        So they do in causal calls with fewer queries than half of the keys, e.g. of a cache: most blocks of keys attend
-        to the same queries. In other causal calls each loop starts at its own diagonal.
-        """
-        options = self.options
-        is_plain = options.window is None and arrays.segments is None and arrays.lists is None and arrays.bounds is None
-        return options.is_causal and is_plain and self.q_loop_stagger > 0 and 2 * self.q_length <= self.kv_length
 
     def q_loop(self, arrays: Arrays, tile: Index, block: KeyBlock) -> QLoop:
         """The loop over the queries that attend to the block of keys of work tile number `tile`."""
@@ -232,7 +221,6 @@ class Schedule:
         blocks = blocks.at_least_one()
         is_split = self.split.parts > 1
         has_reach = arrays.bounds is not None and arrays.bounds.shape[1] > 2  # some queries may meet no key
-        turns_range = self._turns_range(arrays)
 
         def place(step):
             if is_split:
@@ -244,9 +232,6 @@ class Schedule:
                 nth = lax.rem(step, as_int32(blocks.count))
             if self.q_loop_stagger and self.visits_all and has_reach:
                 nth = lax.rem(nth + kv_index * self.q_loop_stagger, as_int32(blocks.count))
-            if turns_range:
-                nth = nth + lax.rem(kv_index * self.q_loop_stagger, as_int32(blocks.count))
-                nth = jnp.where(nth >= blocks.count, nth - blocks.count, nth)
             q_block = blocks.at(nth)
             if self.q_loop_stagger and self.visits_all and not has_reach:
                 q_block = lax.rem(q_block + kv_index * self.q_loop_stagger, jnp.int32(q_blocks))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.passes import segment_blocks
 from jax_kernels.pallas.kernel_types import needed
@@ -20,21 +20,11 @@ class Segments(NamedTuple):
     the other side. ranges: int32 [B, blocks, 4], for each block of the side whose blocks CTAs own, block indices of the
     other side (first, end, full_first, full_end). Blocks first ... end - 1 may have an equal id; blocks full_first ...
     full_end - 1 have one id, the block's only id.
-
-    order: int32 [B, blocks], the blocks of that side from the fewest visited blocks to the most. CTAs take the last of
-    them first, so that the last tiles to start are short.
     """
 
     q_ids: Any
     kv_ids: Any
     ranges: Any
-    order: Any
-
-    def block(self, batch_index, nth):
-        """The block that is number `nth` in the order of lengths, of the side that CTAs own: read from device
-        memory.
-        """
-        return self.order[batch_index, nth]
 
     def among(self, batch_index, block):
         """The row of `ranges` for block number `block` of the side that CTAs own, read from device memory.
@@ -56,13 +46,7 @@ class Segments(NamedTuple):
 
 
 def segments_of(
-    inputs: AttentionInputs,
-    options: AttentionOptions,
-    block_q: int,
-    block_kv: int,
-    *,
-    of_keys: bool,
-    interpret: bool,
+    inputs: AttentionInputs, block_q: int, block_kv: int, *, of_keys: bool, interpret: bool
 ) -> Segments | None:
     """The call's Segments, padded to whole blocks with ids that equal no id; None without segments.
 
@@ -74,9 +58,6 @@ def segments_of(
     keys = segment_blocks.Side(block=block_kv, none=block_ranges.NO_KEY)
     sides = (inputs.q_segment_ids, queries), (needed(inputs.kv_segment_ids), keys)
     (own_ids, own), (other_ids, others) = sides[:: -1 if of_keys else 1]
-    reach = segment_blocks.Reach.of(
-        is_causal=options.is_causal, window=options.window, q_offset=options.q_offset or 0, of_keys=of_keys
-    )
-    found = segment_blocks.of_ids(own_ids, other_ids, own, others, reach, interpret=interpret)
+    found = segment_blocks.of_ids(own_ids, other_ids, own, others, interpret=interpret)
     q_ids, kv_ids = (found.own, found.others)[:: -1 if of_keys else 1]
-    return Segments(q_ids=q_ids, kv_ids=kv_ids, ranges=found.ranges, order=found.order)
+    return Segments(q_ids=q_ids, kv_ids=kv_ids, ranges=found.ranges)

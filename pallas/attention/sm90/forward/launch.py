@@ -61,7 +61,7 @@ def attention_forward(
     end = tail_block.clean_end(inputs, key, value, config.block_kv)
     if lists is not None:
         inputs, options = without_limits(inputs, options)
-    segments = segments_of(inputs, options, config.block_q, config.block_kv, of_keys=False, interpret=interpret)
+    segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False, interpret=interpret)
     bias = bias_sm90.bias_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
@@ -85,11 +85,9 @@ def attention_forward(
         )
     sinks = inputs.sinks
     config = dataclasses.replace(config, norms_q_in_kernel=norms_q_in_kernel)
-    # Segments order their tiles by length.
-    longest_last = options.is_causal or segments is not None
     visits_all = not (options.is_causal or is_limited or lists is not None or inputs.kv_lengths is not None)
     short_last = visits_all and call.q_length > config.block_q and is_short_tile(call.q_length, config.block_q)
-    scheduler = _scheduler((call,), longest_last, config, core_count, short_last=short_last, interpret=interpret)
+    scheduler = _scheduler((call,), options.is_causal, config, core_count, short_last=short_last, interpret=interpret)
     arrays = Arrays(
         query=[query],
         key=[key],

@@ -323,8 +323,6 @@ class KvLoop:
 
         def place(i: int) -> tuple[Index, ...]:
             b, h, q_index = self.scheduler.place(index, i)
-            if self.segments is not None:
-                q_index = self.segments.block(b, q_index)
             return b, h, q_index, *self.calls[i].array_heads(h), self.calls[i].kv_length
 
         # A branch per call, in which it divides by constants.
