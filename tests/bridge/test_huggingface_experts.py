@@ -169,15 +169,18 @@ class PlainExperts(torch.nn.Module):
 
 @pytest.mark.parametrize("is_parallel", [False, True])
 def test_experts_without_a_gate_and_of_other_devices(is_parallel):
-    """Against "batched_mm". An index past the experts adds 0, though the norm's bias is not 0."""
+    """Against "batched_mm", whose weights are 0 for experts of other devices, as transformers' routers make them. An
+    index past the experts adds 0 with any weight, though the norm's bias is not 0.
+    """
     torch.manual_seed(0)
     module = PlainExperts(transformers.MixtralConfig())
     module._is_expert_parallel = is_parallel
     x, weights = torch.randn(9, 8, requires_grad=True), torch.rand(9, 2, requires_grad=True)
     index = torch.rand(9, 6 if is_parallel else 4).argsort(-1)[:, :2].clamp(max=4)
     found = []
-    for function in (huggingface.experts, moe.ALL_EXPERTS_FUNCTIONS["batched_mm"]):
-        out = function(module, x, index, weights)
+    theirs = weights.masked_fill(index >= 4, 0.0)
+    for function, given in ((huggingface.experts, weights), (moe.ALL_EXPERTS_FUNCTIONS["batched_mm"], theirs)):
+        out = function(module, x, index, given)
         found.append((out, *torch.autograd.grad(out.square().sum(), (x, weights, module.up_proj))))
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
