@@ -7,7 +7,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-__all__ = ["Layout", "LossGradients", "LossInputs", "LossOptions", "Statistics", "product"]
+__all__ = [
+    "LEAST_CHUNK",
+    "LOGITS_BYTES",
+    "Layout",
+    "LossGradients",
+    "LossInputs",
+    "LossOptions",
+    "Statistics",
+    "product",
+]
+
+# Bytes of float32 logits in memory at once. Not measured. Each tile of tokens reads and
+# writes the float32 gradient of the weights, so larger tiles have less traffic.
+LOGITS_BYTES = 2**29
+# Vocabulary entries of a chunk: fewer leave tensor cores idle.
+LEAST_CHUNK = 512
 
 
 def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -103,7 +118,8 @@ class LossOptions:
 
     transpose_w: whether the caller's w is [V, D], as LossInputs.rows, and not [D, V]. chunk: the vocabulary entries
     whose logits are in memory at once, or where a loop is over tiles of tokens as many logits; None for a size that
-    depends on the tokens.
+    depends on the tokens, from logits_bytes and least_chunk: bytes of float32 logits in memory at once, and the fewest
+    vocabulary entries of a chunk.
     layout: the sharding of the logits.
     """
 
@@ -112,4 +128,6 @@ class LossOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk: int | None = None
+    logits_bytes: int = LOGITS_BYTES
+    least_chunk: int = LEAST_CHUNK
     layout: Layout = Layout()

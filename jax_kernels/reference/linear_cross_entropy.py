@@ -16,11 +16,7 @@ from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 __all__ = ["counted", "gradients", "in_range", "losses_and_gradients", "losses_of", "statistics"]
 
-# Bytes of float32 logits in memory at once. Not measured. Each tile of tokens reads and
-# writes the float32 gradient of the weights, so larger tiles have less traffic.
-LOGITS_BYTES = 2**29
-# Vocabulary entries of a chunk: fewer leave tensor cores idle. With symbolic sizes a chunk has 4096 entries.
-LEAST_CHUNK, SYMBOLIC_CHUNK = 512, 4096
+SYMBOLIC_CHUNK = 4096  # vocabulary entries of a chunk with symbolic sizes
 
 
 def losses_of(found: Statistics, targets: jax.Array, options: LossOptions, vocabulary: Any) -> jax.Array:
@@ -164,7 +160,7 @@ def _chunks(inputs: LossInputs, options: LossOptions) -> tuple[jax.Array, jax.Ar
     """
     x, rows, targets = inputs
     vocabulary, depth = rows.shape
-    count = -(-vocabulary // (options.chunk or _chunk(targets.shape, vocabulary)))
+    count = -(-vocabulary // (options.chunk or _chunk(targets.shape, vocabulary, options)))
     rows = jnp.pad(rows.astype(x.dtype), ((0, -vocabulary % count), (0, 0)))
     rows = rows.reshape(-1, count, depth).swapaxes(0, 1)
     ids = jnp.arange(rows.shape[0] * rows.shape[1], dtype=jnp.int32).reshape(-1, count).T
@@ -207,22 +203,25 @@ def in_range(inputs: LossInputs, cotangent: jax.Array) -> tuple[jax.Array, jax.A
     return cotangent / scale, scale
 
 
-def _chunk(shape: tuple[Any, ...], vocabulary: Any) -> Any:
+def _chunk(shape: tuple[Any, ...], vocabulary: Any, options: LossOptions) -> Any:
     """The vocabulary entries of a chunk for tokens of this shape."""
     if not all(isinstance(n, int) for n in (*shape, vocabulary)):
         return SYMBOLIC_CHUNK if isinstance(vocabulary, int) else vocabulary
-    return min(max(LOGITS_BYTES // (4 * max(math.prod(shape), 1)), LEAST_CHUNK), vocabulary)
+    of_tokens = options.logits_bytes // (4 * max(math.prod(shape), 1))
+    return min(max(of_tokens, options.least_chunk), vocabulary)
 
 
 def _tile_counts(shape: tuple[int, ...], vocabulary: int, options: LossOptions) -> tuple[int, ...]:
-    """The parts into which each axis of the tokens is cut, so that the logits of a tile take at most LOGITS_BYTES on
-    a device, or are at most options.chunk for each token.
+    """The parts into which each axis of the tokens is cut, so that the logits of a tile take at most
+    options.logits_bytes on a device, or are at most options.chunk for each token.
 
     Each device that shards an axis has a token of each part.
     """
     lengths = [-(-n // devices) for n, devices in zip(shape, options.layout.devices(shape), strict=True)]
     own = vocabulary // options.layout.vocabulary_devices(vocabulary)
-    left = -(-vocabulary // options.chunk) if options.chunk else -(-4 * math.prod(lengths) * own // LOGITS_BYTES)
+    left = (
+        -(-vocabulary // options.chunk) if options.chunk else -(-4 * math.prod(lengths) * own // options.logits_bytes)
+    )
     counts: list[int] = []
     for length in reversed(lengths):
         counts.append(max(min(left, length), 1))

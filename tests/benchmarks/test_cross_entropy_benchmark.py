@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_kernels.reference import linear_cross_entropy as reference
+from jax_kernels.inputs import linear_cross_entropy as loss_inputs
 
 
 def test_flops_are_counted():
@@ -30,7 +30,7 @@ def test_contenders_agree():
 
 def test_memory_is_less_than_the_logits(monkeypatch):
     """XLA's plan for the three contenders, and for the plain loss, which has all logits."""
-    monkeypatch.setattr(reference, "LOGITS_BYTES", 2**16)
+    monkeypatch.setattr(loss_inputs, "LOGITS_BYTES", 2**16)
     monkeypatch.setattr(benchmark, "CHUNK", 64)
     case = benchmark.Case(1024, 8, 2048, "fp32")
     sets = [tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.arrays()[0])]

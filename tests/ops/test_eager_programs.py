@@ -9,6 +9,7 @@ from jax_kernels import (
     flash_attention,
     grouped_matmul,
     layer_norm,
+    linear_cross_entropy,
     masks,
     matmul,
     quantize,
@@ -20,6 +21,7 @@ jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: COMPILED.append(event) if event.endswith("backend_compile_duration") else None
 )
 Q, X, W, ROWS = jnp.ones((2, 13, 2, 8)), jnp.ones((11, 24)), jnp.ones((24, 12)), jnp.array([5, 6])
+TARGETS = jnp.arange(11)
 MASK = masks.causal() | masks.prefix(3)
 
 
@@ -37,6 +39,8 @@ CALLS = {
     "matmul gradients": (gradients(lambda x, w: matmul(x, w, activation="gelu")), [X, W], 8),
     "fp8": (lambda x, w: matmul(x, w, precision="fp8"), [X, W], 8),
     "grouped": (lambda x, w: grouped_matmul(x, w, ROWS), [X, jnp.ones((2, 24, 12))], 4),
+    "losses": (lambda x, w: linear_cross_entropy(x, w, TARGETS), [X, W], 8),
+    "loss gradients": (jax.grad(lambda x, w: linear_cross_entropy(x, w, TARGETS, reduction="mean")), [X, W], 16),
     "rms_norm": (rms_norm, [X, jnp.ones(24)], 2),
     "layer_norm gradients": (gradients(layer_norm), [X, jnp.ones(24), jnp.ones(24)], 8),
     "quantize": (lambda x: quantize(x, scaling="row"), [X], 2),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
+from jax_kernels.inputs import linear_cross_entropy as loss_inputs
 from jax_kernels.inputs.linear_cross_entropy import LossOptions
 from jax_kernels.masks.checks import is_int
 from jax_kernels.ops import checks
@@ -95,6 +96,8 @@ def checked_options(transpose_w: bool, softcap: Any, label_smoothing: Any, z_los
         softcap=None if softcap is None else float(softcap),
         label_smoothing=float(label_smoothing),
         z_loss=float(z_loss),
+        logits_bytes=loss_inputs.LOGITS_BYTES,
+        least_chunk=loss_inputs.LEAST_CHUNK,
     )
 
 

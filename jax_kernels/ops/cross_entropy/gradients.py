@@ -33,6 +33,15 @@ class LossArrays(NamedTuple):
     factors: jax.Array | None = None
 
 
+def _one_program(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function(call, *arrays): an eager call of "xla" runs as one program, not as a program for each operation.
+
+    Programs of jit are as without the wrapper.
+    """
+    compiled = jax.jit(function, static_argnums=0, inline=True)
+    return lambda call, *arrays: (compiled if call.implementation == "xla" else function)(call, *arrays)
+
+
 def planned(call: PlannedCall, arrays: LossArrays) -> jax.Array:
     """The losses of a planned call, or with factors their sum."""
     x, w, targets, factors = arrays
@@ -61,11 +70,16 @@ def reduced(
     if reduction == "none":
         losses = run(LossArrays(x=x, w=w, targets=targets))
         return losses if weights is None else losses * weights.astype(jnp.float32)
+    factors = _factors(targets, weights, reduction == "mean")
+    return run(LossArrays(x=x, w=w, targets=targets, factors=as_varying(factors, axes)))
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _factors(targets: jax.Array, weights: jax.Array | None, is_mean: bool) -> jax.Array:
+    """The factor of each token's loss in the sum, or in the mean: float32 [...], 0 for tokens that do not count."""
     factors = jnp.float32(1) if weights is None else weights.astype(jnp.float32)
     factors = jnp.where(targets >= 0, factors, 0)
-    if reduction == "mean":
-        factors = factors / jnp.where((factors != 0).any(), factors.sum(), 1)
-    return run(LossArrays(x=x, w=w, targets=targets, factors=as_varying(factors, axes)))
+    return factors / jnp.where((factors != 0).any(), factors.sum(), 1) if is_mean else factors
 
 
 def planned_losses(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
@@ -162,26 +176,38 @@ def _losses_of(call: PlannedCall, inputs: LossInputs, found: Statistics) -> jax.
     return reference.losses_of(found, inputs.targets, call.options, inputs.rows.shape[0])
 
 
-def _plain_losses(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+@_one_program
+def _losses_and_lse(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     inputs = _inputs(call, x, w, targets)
-    return _losses_of(call, inputs, _statistics(call, inputs))
+    found = _statistics(call, inputs)
+    return _losses_of(call, inputs, found), found.lse
+
+
+@_one_program
+def _gradients_of_arrays(
+    call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array, lse: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of (x, w), in their dtypes. cotangent: of the losses."""
+    dx, drows = _gradients(call, _inputs(call, x, w, targets), lse, cotangent)
+    return dx.astype(x.dtype), _of_w(call, drows).astype(w.dtype)
+
+
+def _plain_losses(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+    return _losses_and_lse(call, x, w, targets)[0]
 
 
 @under_defaults
 def _losses_forward(call, x, w, targets):
-    inputs = _inputs(call, x, w, targets)
-    found = _statistics(call, inputs)
-    return _losses_of(call, inputs, found), (x, w, targets, found.lse)
+    losses, lse = _losses_and_lse(call, x, w, targets)
+    return losses, (x, w, targets, lse)
 
 
 @under_defaults
 def _losses_backward(call, residuals, cotangent):
-    *arrays, lse = residuals
-    dx, drows = _gradients(call, _inputs(call, *arrays), lse, cotangent)
-    x, w, _ = arrays
-    return dx.astype(x.dtype), _of_w(call, drows).astype(w.dtype), None
+    return *_gradients_of_arrays(call, *residuals, cotangent), None
 
 
+@_one_program
 def _plain_sum(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array, factors: jax.Array) -> jax.Array:
     return (_plain_losses(call, x, w, targets) * factors).sum()
 
@@ -191,9 +217,23 @@ def _sum_forward(call, *arrays):
     """arrays: CustomVJPPrimal of x, w, targets and factors."""
     wanted = arrays[0].perturbed, arrays[1].perturbed
     x, w, targets, factors = (y.value for y in arrays)
+    total, losses, dx, drows = _sum_and_gradients(call, wanted, x, w, targets, factors)
+    return total, (dx, drows, losses, x, w)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _sum_and_gradients(
+    call: PlannedCall,
+    wanted: tuple[bool, bool],
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    factors: jax.Array,
+) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """The sum, the losses, and the gradients of x and of w's rows by "xla": in eager calls one program."""
     inputs = _inputs(call, x, w, targets)
     losses, dx, drows = reference.losses_and_gradients(inputs, factors, call.options, wanted)
-    return (losses * factors).sum(), (dx, drows, losses, x, w)
+    return (losses * factors).sum(), losses, dx, drows
 
 
 @under_defaults

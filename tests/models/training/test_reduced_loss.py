@@ -10,9 +10,9 @@ import optax
 import pytest
 from flax import nnx
 
+from jax_kernels.inputs import linear_cross_entropy as loss_inputs
 from jax_kernels.models import ExpertsConfig, Trainer, Transformer, TransformerConfig, next_token_loss
 from jax_kernels.models.training.packing import within_documents
-from jax_kernels.reference import linear_cross_entropy as reference
 
 CONFIG = TransformerConfig(vocab_size=96, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
 BATCH, LENGTH = 4, 8
@@ -50,7 +50,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_equals_the_step_on_whole_logits(case, monkeypatch):
     """Over several tiles of tokens. The parameters after a step, and the loss of `evaluate`, too."""
-    monkeypatch.setattr(reference, "LOGITS_BYTES", 4 * 96 * 8)
+    monkeypatch.setattr(loss_inputs, "LOGITS_BYTES", 4 * 96 * 8)
     changes, items, options, accumulate = CASES[case]
     config = dataclasses.replace(CONFIG, **changes)
     found = []
@@ -82,7 +82,7 @@ def test_a_weight_of_zero_and_no_weights():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_program_has_no_full_logits(dtype, monkeypatch):
-    monkeypatch.setattr(reference, "LOGITS_BYTES", 4 * 96 * 8)
+    monkeypatch.setattr(loss_inputs, "LOGITS_BYTES", 4 * 96 * 8)
     config = dataclasses.replace(CONFIG, dtype=dtype)
     sizes = {}
     for name, loss in {"reduced": next_token_loss, "whole": token_losses}.items():

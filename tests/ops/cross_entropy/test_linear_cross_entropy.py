@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels import explain, linear_cross_entropy
+from jax_kernels.inputs import linear_cross_entropy as loss_inputs
 from jax_kernels.ops.sharding.partitioning import on_one_device
-from jax_kernels.reference import linear_cross_entropy as reference
 from jax_kernels.testing import linear_cross_entropy as cases
 from tests.support.cases import ids
 
@@ -21,8 +21,8 @@ TOKENS, DEPTH, VOCABULARY = (3, 7), 16, 37
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 3 tokens, and chunks of 8 entries of the vocabulary."""
-    monkeypatch.setattr(reference, "LOGITS_BYTES", 3 * 4 * VOCABULARY)
-    monkeypatch.setattr(reference, "LEAST_CHUNK", 8)
+    monkeypatch.setattr(loss_inputs, "LOGITS_BYTES", 3 * 4 * VOCABULARY)
+    monkeypatch.setattr(loss_inputs, "LEAST_CHUNK", 8)
 
 
 @pytest.mark.parametrize("name", ids.named(cases.CASES))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import linear_cross_entropy
+from jax_kernels.inputs import linear_cross_entropy as loss_inputs
 from jax_kernels.inputs.linear_cross_entropy import LossGradients
 from jax_kernels.ops.cross_entropy import gradients
 from jax_kernels.reference import linear_cross_entropy as reference
@@ -43,7 +44,7 @@ def run(name):
     """The collectives of a case's loss and gradients, and the largest relative error."""
     reduction, implementation, of_x, of_w = CASES[name]
     gradients.WITH_GRADIENTS = {"triton": with_gradients} if "one launch" in name else {}
-    reference.LOGITS_BYTES, reference.LEAST_CHUNK = 4 * 16 * VOCABULARY, 48  # 8 tiles of tokens, 4 chunks
+    loss_inputs.LOGITS_BYTES, loss_inputs.LEAST_CHUNK = 4 * 16 * VOCABULARY, 48  # 8 tiles of tokens, 4 chunks
     random = np.random.default_rng(0)
     dtype = jnp.bfloat16 if implementation == "triton" else jnp.float32
     x, w = (jnp.asarray(random.standard_normal(shape), dtype) for shape in ((*TOKENS, DEPTH), (VOCABULARY, DEPTH)))
