@@ -236,6 +236,7 @@ def _dtype(dtype: Any) -> Any:
         return None
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> QuantizedArray:
     """x as low-bit weights, a QuantizedArray. axis: x's K axis, which a matmul sums over, -1 or -2."""
     x = x.astype(jnp.float32) if axis == -1 else jnp.swapaxes(x, -1, -2).astype(jnp.float32)
@@ -269,7 +270,7 @@ def dequantize(x: QuantizedArray, dtype: DTypeLike = jnp.float32) -> Float[Array
         raise TypeError(f"x: got {type(x).__name__}, want a QuantizedArray")
     _check_float(dtype)
     x = dataclasses.replace(x, values=without_derivative(x.values, _NO_DERIVATIVE_OF_VALUES))
-    return _on_auto_axes(lambda x: _wide(x, dtype), x, lambda spec, _: _in_order(x, spec))
+    return _on_auto_axes(lambda x: _wide(x, jnp.dtype(dtype)), x, lambda spec, _: _in_order(x, spec))
 
 
 def _on_auto_axes(function: Callable[..., Any], given: Any, specs_of: Callable[..., Any]) -> Any:
@@ -316,6 +317,7 @@ def _in_order(x: QuantizedArray, spec: list[Any]) -> PartitionSpec:
     return PartitionSpec(*outer, columns, None) if x.axis == -1 else PartitionSpec(*outer, None, columns)
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def _wide(x: QuantizedArray, dtype: Any) -> jax.Array:
     """values * scale, computed in float32 and rounded to dtype, in the array's own order of axes."""
     if x.layout is not None:

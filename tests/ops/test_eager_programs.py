@@ -6,6 +6,7 @@ import pytest
 
 from jax_kernels import (
     decode_attention,
+    dequantize,
     flash_attention,
     grouped_matmul,
     layer_norm,
@@ -44,6 +45,9 @@ CALLS = {
     "rms_norm": (rms_norm, [X, jnp.ones(24)], 2),
     "layer_norm gradients": (gradients(layer_norm), [X, jnp.ones(24), jnp.ones(24)], 8),
     "quantize": (lambda x: quantize(x, scaling="row"), [X], 2),
+    "low-bit weights": (lambda w: dequantize(quantize(w, "int4")), [jnp.ones((64, 16))], 4),
+    "top k": (lambda x: masks.top_k(x, 3).array, [X], 3),
+    "top k of a row": (lambda x: masks.top_k(x[:1], 3, among=masks.causal(), q_length=9).rank, [X], 16),
 }
 
 

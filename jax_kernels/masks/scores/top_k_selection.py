@@ -25,11 +25,17 @@ def largest(x: jax.Array, k: int) -> jax.Array:
 
     Among equal values the first are marked; -inf and NaN are never marked.
     """
+    return _largest(x, k, SEARCH_FROM)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _largest(x: jax.Array, k: int, search_from: int) -> jax.Array:
+    """`largest`, which searches from search_from values on."""
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
     is_known = isinstance(x.shape[-1], int)  # False for jax.export's symbolic sizes, which may be large
     if is_known and k >= x.shape[-1]:
         return x > -jnp.inf
-    if not isinstance(x.size, int) or x.size >= SEARCH_FROM:
+    if not isinstance(x.size, int) or x.size >= search_from:
         return _by_search(x, k, x.shape[-1].bit_length() if is_known else 31)
     least = lax.top_k(x, k)[0][..., -1:]
     above, equal = x > least, (x == least) & (x > -jnp.inf)
@@ -97,6 +103,7 @@ def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> t
     return tuple(jnp.broadcast_to(jnp.clip(x, 0, kv_length), shape) for x in (start, end))  # type: ignore[return-value]
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
     """The fields (rank, last, start, end) of the Ranked mask of the k largest keys in each query's interval.
 
