@@ -98,6 +98,7 @@ def test_decoding_equals_the_full_forward():
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), transformer(TOKENS), atol=5e-6)
 
 
+@pytest.mark.slow
 def test_generate_takes_the_likeliest_tokens():
     transformer = model({"layers": (0,)})
     drawn = transformer.generate(TOKENS, 3, temperature=0.0)
@@ -181,12 +182,14 @@ def test_trainer_moves_the_bias(accumulate):
         np.testing.assert_allclose(layer.mlp.expert_bias[...], want, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_keeps_the_bias():
     trainer, found = trained(config=config_of({"bias_rate": 0.25}, dtype="float16"), loss_scale=2.0**24)
     assert bool(found[0]["is_skipped"])
     assert not np.asarray(trainer.model.layers[0].mlp.expert_bias[...]).any()
 
 
+@pytest.mark.slow
 def test_a_loss_without_a_routing_keeps_the_bias():
     loss = lambda model, batch, key: (model.losses(*batch).sum(), batch[1].size)
     trainer, found = trained({"bias_rate": 0.25}, loss=loss, optimizer=optax.adamw(1e-2))
@@ -213,6 +216,7 @@ def test_training_learns_and_a_checkpoint_restores_it(tmp_path):
     different.close()
 
 
+@pytest.mark.slow
 def test_low_bit_weights_of_a_model():
     """The shared experts too; the model's calls, decoding with a cache, and scanned blocks."""
     transformer = model({"shared_experts": 1})

@@ -69,7 +69,7 @@ CASES = {
     ),
 }
 # Cases with "documents" in their names have packed documents.
-QUICK = ["documents", "tensor", "fsdp", "explicit", "module_masked"]
+QUICK = ["documents", "tensor", "fsdp", "module_masked"]
 
 
 @nnx.jit

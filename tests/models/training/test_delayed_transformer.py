@@ -52,6 +52,7 @@ def test_a_step_records_the_largest_magnitudes():
     assert len({found[name].tobytes() for name in names}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -68,6 +69,7 @@ def test_scan_and_remat_change_no_history(changes):
         np.testing.assert_allclose(history, want[name], rtol=0.05, err_msg=name)
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_give_the_largest_magnitude():
     (one, _), (other, _) = trained(1), trained(1, accumulate=2)
     want = histories_of(one.model)
@@ -111,6 +113,7 @@ def test_checkpoints_keep_the_histories(tmp_path):
     other.close()
 
 
+@pytest.mark.slow
 def test_a_skipped_step_keeps_the_histories():
     trainer = Trainer(dataclasses.replace(CONFIG, dtype="float16"), optax.sgd(1e-2), loss_scale=2.0**24)
     assert bool(trainer.train(BATCH)["is_skipped"]) == all(not x.any() for x in histories_of(trainer.model).values())

@@ -108,6 +108,7 @@ def test_a_gradient_that_no_scale_helps_raises(tmp_path):
     one.close()
 
 
+@pytest.mark.slow
 def test_checkpoints_keep_the_scale(tmp_path):
     """A run that continues has the scale, and the same losses; other dtypes read the checkpoint, too."""
     one = trainer(folder=tmp_path, loss_scale=2.0**24)
