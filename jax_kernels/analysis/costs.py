@@ -176,6 +176,8 @@ def _grouped(request: GroupedRequest, inputs: Any, backward: bool) -> Cost:
         flops += matmul_flops(request.m, columns, request.n)
     flops *= 2 if backward else 1
     out = request.m * columns * jnp.dtype(request.out_dtype).itemsize
+    if is_experts and inputs.combination is not None:
+        out = 4 * columns * inputs.combination.weights.shape[0]
     given = bytes_of(inputs)
     arithmetic = _matmul_arithmetic(request.dtype, request.precision, request.scaling)
     return Cost(flops=flops, bytes=given * (2 if backward else 1) + out, arithmetic=arithmetic, is_bound=True)

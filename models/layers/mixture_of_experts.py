@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from jax_kernels.models.config import check_choices, check_exchange, check_kind, check_precision, check_size
 from jax_kernels.models.layers.linear import GatedMLP
-from jax_kernels.models.layers.pairs import Pairs, permuted_rows
+from jax_kernels.models.layers.pairs import Pairs
 from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, route
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.models.parallel.token_exchange import exchange_rows
 from jax_kernels.ops.checks import checked_array
-from jax_kernels.ops.grouped.experts import gated_experts
+from jax_kernels.ops.grouped.experts import Combination, gated_experts, weighted_experts
 from jax_kernels.ops.grouped.grouped_matmul import grouped_gated_matmul, grouped_matmul
+from jax_kernels.ops.grouped.rows import permuted_rows
 from jax_kernels.ops.matmul.checks import checked_activation
 from jax_kernels.ops.matmul.mlp import RESIDUALS
 from jax_kernels.plain_numbers import plain_arguments
@@ -269,8 +270,28 @@ class MixtureOfExperts(nnx.Module):
         tokens, weights, experts = (devices.gathered(y) for y in (tokens, weights, experts))
         owned = up.shape[0]
         pairs = Pairs.of(devices.local(experts, owned), owned)
-        out = pairs.summed(self._experts(pairs.rows(tokens), pairs.sizes, kernels), weights)
+        out = self._weighted(tokens, weights, pairs, kernels)
         return devices.summed(devices.scattered(out, x.dtype)).reshape(x.shape), routing
+
+    def _weighted(self, tokens: jax.Array, weights: jax.Array, pairs: Pairs, kernels: Any) -> jax.Array:
+        """The sum over each token's experts, times its weights [N, each]: float32 [N, model_dim].
+
+        kernels: as in _experts.
+        """
+        up, down, gate = kernels
+        if gate is None or self.precision is not None:
+            return pairs.summed(self._experts(pairs.rows(tokens), pairs.sizes, kernels), weights)
+        combination = Combination(weights=weights, order=pairs.order, inverse=pairs.inverse)
+        return weighted_experts(
+            pairs.rows(tokens),
+            gate,
+            up,
+            down,
+            pairs.sizes,
+            combination,
+            activation=self.activation,
+            implementation=self.implementation,
+        )
 
     def _by_all_to_all(self, x: Any, weights: Any, experts: Any, kernels: Any, axis: str) -> jax.Array:
         """The weighted sum of the results of all devices' experts, float32 [N, model_dim], of a device's tokens.

@@ -1,7 +1,9 @@
 """The gated MLPs of a mixture of experts: grouped matmuls with a backward that computes the hidden values again.
 
 The forward of a differentiated call keeps the results of the first matmuls, and drops the hidden values. In the
-backward one pass over both computes the hidden values and the cotangents of the first matmuls.
+backward one pass over both computes the hidden values and the cotangents of the first matmuls. With the weights of the
+tokens' sums, this pass multiplies by them and computes their gradients: the cotangents of the rows are copies of the
+tokens' cotangents, and the results of the last matmul are not kept.
 """
 
 import dataclasses
@@ -20,6 +22,7 @@ from jax_kernels.inputs.matmul import in_range
 from jax_kernels.ops.grouped import gradients
 from jax_kernels.ops.grouped.checks import check_gated, refuse_quantized
 from jax_kernels.ops.grouped.implementations import GATED
+from jax_kernels.ops.grouped.rows import copied_rows, summed_rows
 from jax_kernels.ops.matmul.gradients import epilogue_gradients
 from jax_kernels.ops.matmul.mlp import RESIDUALS
 from jax_kernels.ops.planned_op import PlannedCall
@@ -28,14 +31,38 @@ from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_f
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["gated_experts"]
+__all__ = ["Combination", "gated_experts", "weighted_experts"]
+
+
+class Combination(NamedTuple):
+    """The sum of a token's rows. weights: float32 [tokens, each], the factors of each token's pairs with a group.
+
+    order: int32 [M], from a row to its pair. inverse: int32 [tokens * each], from a pair to its row; M or more for a
+    pair without a row, which adds 0.
+    """
+
+    weights: Float[Array, "tokens each"]
+    order: Int32[Array, " M"]
+    inverse: Int32[Array, " pairs"]
+
+    def summed(self, rows: jax.Array) -> jax.Array:
+        """The weighted sum over each token's rows, float32 [tokens, N]."""
+        return summed_rows(rows, self.weights, self.order, self.inverse)
+
+    def of_rows(self) -> jax.Array:
+        """The weight of each row, float32 [M]."""
+        return self.weights.reshape(-1).at[self.order].get(mode="clip")
 
 
 class ExpertsInputs(NamedTuple):
-    """The arrays of a call. first: of the gated unit, with x [M, K] and weights [G, K, H]. down: [G, H, N]."""
+    """The arrays of a call. first: of the gated unit, with x [M, K] and weights [G, K, H]. down: [G, H, N].
+
+    combination: of a call that returns the weighted sums of the tokens, not the rows.
+    """
 
     first: GroupedInputs
     down: Float[Array, "G H N"]
+    combination: Combination | None = None
 
 
 @under_defaults
@@ -59,11 +86,47 @@ def gated_experts(
     A policy of jax.checkpoint finds the results of the first matmuls by the names "mlp_gate" and "mlp_up". The
     arguments are as in grouped_gated_matmul, and raise the same errors.
     """
+    return _experts(x, w_gate, w_up, w_down, group_sizes, None, activation, implementation)
+
+
+@under_defaults
+def weighted_experts(
+    x: Float[Array, "M K"],
+    w_gate: Float[Array, "G K H"],
+    w_up: Float[Array, "G K H"],
+    w_down: Float[Array, "G H N"],
+    group_sizes: Int32[Array, " G"],
+    combination: Combination,
+    *,
+    activation: str | Callable[[jax.Array], jax.Array] = "silu",
+    implementation: str | None = None,
+) -> Float[Array, "tokens N"]:
+    """The weighted sum over each token's rows of gated_experts, in float32. It has gradients for the weights too.
+
+    Rows past the last group are 0, and pairs without a row add 0. Equivalent to the following JAX code::
+
+        out = gated_experts(x, w_gate, w_up, w_down, group_sizes, activation=activation)
+        of_pairs = out.astype(float32)[combination.inverse].reshape(*combination.weights.shape, N)
+        result = (combination.weights[..., None] * of_pairs).sum(1)
+    """
+    return _experts(x, w_gate, w_up, w_down, group_sizes, combination, activation, implementation)
+
+
+def _experts(
+    x: Any,
+    w_gate: Any,
+    w_up: Any,
+    w_down: Any,
+    group_sizes: Any,
+    combination: Combination | None,
+    activation: Any,
+    implementation: str | None,
+) -> jax.Array:
     refuse_quantized(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     request, first, options = check_gated(
         x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes, activation=activation, implementation=implementation
     )
-    inputs = ExpertsInputs(first=first, down=w_down)
+    inputs = ExpertsInputs(first=first, down=w_down, combination=combination)
     call = GATED.call(request, options, implementation)
     inputs = as_varying(inputs, varying_axes(inputs))
     reason = "a model's experts take the blocks of grouped_gated_matmul with these shapes: tune this call"
@@ -78,7 +141,13 @@ def _planned(call: PlannedCall, inputs: ExpertsInputs) -> jax.Array:
 
 
 def _out(call, inputs):
-    """out [M, N]; in chunks of rows if the hidden values of all rows do not fit the memory."""
+    """The rows [M, N], or their weighted sums [tokens, N]."""
+    rows = _rows(call, inputs._replace(combination=None))
+    return rows if inputs.combination is None else inputs.combination.summed(rows)
+
+
+def _rows(call, inputs):
+    """The rows [M, N]; in chunks of rows if the hidden values of all rows do not fit the memory."""
     whole = lambda inputs: _down(call, inputs, gradients.forward_of(call)(inputs.first).out)
     groups, rows, columns, _ = call.options.sizes(inputs.first)
     if not all(isinstance(size, int) for size in (groups, rows, columns)) or rows < 2 or groups == 0:
@@ -108,18 +177,27 @@ def _forward(call, inputs):
         preactivation=checkpoint_name(result.preactivation, RESIDUALS[0]),
         up=checkpoint_name(result.up, RESIDUALS[1]),
     )
-    return _down(call, inputs, result.out), (inputs, saved)
+    rows = _down(call, inputs, result.out)
+    return rows if inputs.combination is None else inputs.combination.summed(rows), (inputs, saved)
 
 
 @under_defaults
 def _backward(call, residuals, dout):
-    """(ExpertsInputs of the gradients,). dout: the cotangent of out, [M, N]."""
+    """(ExpertsInputs of the gradients,). dout: the cotangent of the rows [M, N], or of their sums [tokens, N]."""
     inputs, saved = residuals
-    first, dtype = inputs.first, inputs.first.x.dtype
+    (first, _, combination), dtype = inputs, inputs.first.x.dtype
     dout = dout.astype(dtype)
+    if combination is not None:
+        dout = copied_rows(dout, combination.order // combination.weights.shape[1])
     dhidden = _down(call, inputs, dout, transpose_w=True).astype(jnp.float32)
+    hidden, dcombination = _hidden(call.options, saved), None
+    if combination is not None:
+        factor = combination.of_rows()[:, None]
+        dweights = (dhidden * hidden).sum(1).at[combination.inverse].get(mode="fill", fill_value=0)
+        dcombination = Combination(dweights.reshape(combination.weights.shape), order=None, inverse=None)  # type: ignore[arg-type]
+        dhidden, hidden = dhidden * factor, hidden * factor
     dz, dup = (y.astype(dtype) for y in epilogue_gradients(call.options, saved, dhidden))
-    hidden = _hidden(call.options, saved).astype(dtype)
+    hidden = hidden.astype(dtype)
     dfirst = GroupedInputs(
         x=gradients.input_gradient(call, first, dz, dup),
         w=gradients.weight_gradient(call, first, dz),
@@ -127,7 +205,8 @@ def _backward(call, residuals, dout):
         w_up=gradients.weight_gradient(call, first, dup),
     )
     of_down = GroupedInputs(x=hidden, w=inputs.down, group_sizes=first.group_sizes)
-    return (ExpertsInputs(first=dfirst, down=gradients.weight_gradient(call, of_down, dout)),)
+    ddown = gradients.weight_gradient(call, of_down, dout)
+    return (ExpertsInputs(first=dfirst, down=ddown, combination=dcombination),)
 
 
 def _hidden(options: GroupedOptions, saved: Any) -> jax.Array:

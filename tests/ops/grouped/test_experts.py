@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import grouped_gated_matmul, grouped_matmul
-from jax_kernels.ops.grouped.experts import gated_experts
+from jax_kernels.ops.grouped.experts import Combination, gated_experts, weighted_experts
 from jax_kernels.testing import grouped_gated_matmul as cases
 from tests.support.cases import tiers
 
@@ -48,6 +48,58 @@ def test_equals_two_ops(implementation, activation, monkeypatch):
     for y, z in zip((got, *vjp(dout)), (want, *right(dout.astype(jnp.float32))), strict=True):
         np.testing.assert_allclose(y.astype(jnp.float32), z, rtol=tolerance, atol=tolerance)
     assert not got[23:].any()
+
+
+# Two pairs of each of 14 tokens. The last four rows, past the groups, have no pair, and four pairs have no row.
+TOKENS, EACH = 14, 2
+PAIRS = np.random.default_rng(9).permutation(TOKENS * EACH).astype(np.int32)
+ORDER, INVERSE = PAIRS[:ROWS], np.argsort(PAIRS).astype(np.int32)
+
+
+def _weighted_plainly(x, gate, up, down, weights, **options):
+    rows = gated_experts(x, gate, up, down, SIZES, **options).astype(jnp.float32)
+    of_pairs = rows.at[INVERSE].get(mode="fill", fill_value=0)
+    return (weights[..., None] * of_pairs.reshape(TOKENS, EACH, -1)).sum(1)
+
+
+def _weighted(x, gate, up, down, weights, **options):
+    combination = Combination(weights=weights, order=jnp.asarray(ORDER), inverse=jnp.asarray(INVERSE))
+    return weighted_experts(x, gate, up, down, SIZES, combination, **options)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"), [("xla", "float32"), ("xla", "float16"), ("triton", "bfloat16"), ("triton", "float16")]
+)
+def test_weighted_sums_of_rows(implementation, dtype, monkeypatch):
+    """Results and all gradients against the sums of gated_experts' rows in float32."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    arrays = (*_arrays(jnp.dtype(dtype)), _normal(TOKENS, EACH, seed=5))
+    exact = [y.astype(jnp.float32) for y in arrays]
+    want, right = jax.vjp(functools.partial(_weighted_plainly, implementation="xla"), *exact)
+    got, vjp = jax.vjp(jax.jit(functools.partial(_weighted, implementation=implementation)), *arrays)
+    assert got.dtype == jnp.float32
+    dout = _normal(*want.shape, seed=6)
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    for y, z in zip((got, *vjp(dout)), (want, *right(dout)), strict=True):
+        np.testing.assert_allclose(y.astype(jnp.float32), z, rtol=tolerance, atol=tolerance * float(jnp.abs(z).max()))
+
+
+def test_weighted_sums_in_forward_mode():
+    arrays = (*_arrays(jnp.float32), _normal(TOKENS, EACH, seed=5))
+    tangents = tuple(_normal(*y.shape, seed=7) for y in arrays)
+    found = [
+        jax.jvp(functools.partial(f, implementation="xla"), arrays, tangents) for f in (_weighted, _weighted_plainly)
+    ]
+    for y, z in zip(*found, strict=True):
+        np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-5)
+
+
+def test_weighted_sums_keep_no_result_of_the_last_matmul():
+    """The backward keeps fewer values than the sums of gated_experts' rows, by the pairs' rows."""
+    arrays = (*_arrays(jnp.float32), _normal(TOKENS, EACH, seed=5))
+    kept = lambda f: sum(y.size for y in jax.tree.leaves(jax.vjp(f, *arrays)[1]))
+    order = ROWS
+    assert kept(_weighted) <= kept(_weighted_plainly) - TOKENS * EACH * DEPTH + order
 
 
 @pytest.mark.triton

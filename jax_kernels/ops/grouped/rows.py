@@ -1,0 +1,84 @@
+"""Gathers of the rows of grouped matmuls. A row is a pair of a token and one of its groups; rows are sorted by group.
+
+A gather's gradient is a gather by the inverse permutation, where JAX would scatter.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.tracing.derivatives import in_both_modes
+
+__all__ = ["copied_rows", "permuted_rows", "summed_rows", "token_rows"]
+
+
+def _taken(_: None, x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _taken_forward(_: None, x: jax.Array, index: jax.Array, inverse: jax.Array) -> Any:
+    return _taken(None, x, index, inverse), inverse
+
+
+def _taken_backward(_: None, inverse: jax.Array, cotangent: jax.Array) -> Any:
+    return _taken(None, cotangent, inverse, inverse), None, None  # a gather, where JAX would scatter
+
+
+_permuted = in_both_modes(_taken, _taken_forward, _taken_backward)
+
+
+def permuted_rows(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x[index], with 0 for an index past x's end. inverse: the inverse permutation, or its beginning."""
+    return _permuted(None, x, index, inverse)
+
+
+@jax.custom_jvp
+def copied_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index] of x [N, D] and an index below N. Values of 16 bits are copied in pairs, in half as many loads."""
+    if x.dtype.itemsize != 2 or x.shape[1] % 2:
+        return x.at[index].get(mode="clip")
+    words = lax.bitcast_convert_type(x.reshape(x.shape[0], x.shape[1] // 2, 2), jnp.uint32)
+    copied = lax.bitcast_convert_type(words.at[index].get(mode="clip"), x.dtype)
+    return copied.reshape(index.shape[0], x.shape[1])
+
+
+@copied_rows.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, index), (dx, _) = primals, tangents
+    return copied_rows(x, index), dx.at[index].get(mode="clip")  # words of bits have no derivative
+
+
+def _token_rows(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    return copied_rows(x, order // each)
+
+
+def _token_rows_forward(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array) -> Any:
+    return _token_rows(each, x, order, inverse), (order, inverse)
+
+
+def _token_rows_backward(each: int, residuals: Any, cotangent: jax.Array) -> Any:
+    order, inverse = residuals
+    of_pairs = permuted_rows(cotangent.astype(jnp.float32), inverse, order)
+    return of_pairs.reshape(-1, each, cotangent.shape[1]).sum(1).astype(cotangent.dtype), None, None
+
+
+_token_rows_in_both_modes = in_both_modes(_token_rows, _token_rows_forward, _token_rows_backward)
+
+
+def token_rows(x: jax.Array, each: int, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """The token of each row, [rows, D], from x [N, D]. The gradient of a token is summed in float32.
+
+    each: the pairs of a token. order: from a row to its pair. inverse: from a pair to its row.
+    """
+    return _token_rows_in_both_modes(each, x, order, inverse)
+
+
+def summed_rows(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """The sum over each token's rows, times its weights [N, each]: float32 [N, D]. Pairs without a row add 0.
+
+    order, inverse: as in token_rows.
+    """
+    of_pairs = permuted_rows(rows.astype(jnp.float32), inverse, order)
+    return (weights[..., None] * of_pairs.reshape(*weights.shape, rows.shape[1])).sum(1)
