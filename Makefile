@@ -24,21 +24,19 @@ endif
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
 
-# In three runs of pytest, so that no process grows large. tests/support/processes/room.py clears compiled programs before a process
-# runs out of memory maps, whichever tests a worker happens to get.
+# tests/support/processes/room.py clears compiled programs before a process runs out of memory or of memory maps, whichever
+# tests a worker happens to get. All tests run in three parts, so that no process grows large.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist=worksteal
+HOUSE := tests/test_house.py
 FIRST := tests/benchmarks tests/bridge tests/cli
 SECOND := tests/masks tests/models tests/ops
-HOUSE := tests/test_house.py
 THIRD := tests $(foreach path,$(FIRST) $(SECOND) $(HOUSE),--ignore=$(path))
 
 WITHOUT_TRITON := tests/bridge tests/cli tests/ops tests/masks tests/models tests/pallas
 
 test: .venv/.dev
 	$(MAKE) --jobs=2 --output-sync lint docs
-	$(PYTEST) -m "not slow" $(ARGS) $(FIRST)
-	$(PYTEST) -m "not slow" $(ARGS) $(SECOND)
-	$(PYTEST) -m "not slow" $(ARGS) $(THIRD)
+	$(PYTEST) -m "not slow" $(ARGS) tests --ignore=$(HOUSE)
 
 test-all: .venv/.dev
 	$(MAKE) --jobs=2 --output-sync lint docs

@@ -163,6 +163,7 @@ def _compile(dump: str) -> dict[str, Any]:
     return {"kernels": found, "before": before, "after": written()}
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 def test_xla_finds_compiled_kernels(tmp_path):

@@ -61,6 +61,7 @@ def test_second_process_is_refused_while_the_first_lives(tmp_path):
     assert not (tmp_path / ".lock.json").exists()
 
 
+@pytest.mark.slow
 def test_trainers_in_one_process_take_turns(tmp_path):
     first, second = trainer(tmp_path), trainer(tmp_path)
     first.fit([BATCH] * 2, 1, save_every=1)

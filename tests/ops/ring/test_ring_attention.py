@@ -86,7 +86,7 @@ CASES = {
     "unchecked": (4, "zigzag", {"is_causal": True, "check_vma": False}),
 }
 # "window_contiguous" skips its last step but one: the next send goes two devices further.
-QUICK = ["zigzag", "packed", "window", "window_contiguous", "auto", "ahead_halves", "halo_of_a_part"]
+QUICK = ["packed", "window", "auto", "ahead_halves", "halo_of_a_part"]
 
 
 @contextlib.contextmanager

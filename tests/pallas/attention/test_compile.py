@@ -46,7 +46,7 @@ QUICK = {
     "a100, triton, 64, bfloat16, causal",
     "a100, triton, 128, fp32, causal",
     "a6000, triton, 256, bfloat16",
-    "h200, mosaic_gpu, 128, bfloat16, lists",
+    "h200, mosaic_gpu, 64, bfloat16, lists",
 }
 QUICK |= {
     next(entry for entry in ROWS if entry.startswith(f"{gpu},"))

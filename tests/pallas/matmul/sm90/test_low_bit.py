@@ -135,7 +135,7 @@ COMPILED = {
 
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
-@pytest.mark.parametrize("name", tiers.cases(list(COMPILED), ["int4", "int8_row", "mxfp4_one", "mxfp4_float16"]))
+@pytest.mark.parametrize("name", tiers.cases(list(COMPILED), ["int8_row", "mxfp4_float16"]))
 def test_compiled(name):
     """Two launches, or one that joins; few spills at 64 rows of mxfp4, none else; and no wgmma that is serialised."""
     printed, mosaic, _ = compile_case.compile_script(
