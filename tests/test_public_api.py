@@ -68,6 +68,7 @@ def test_dir_has_public_names_alone(name):
     module = importlib.import_module(name)
     paths = [line.removeprefix("class ").partition("(")[0].partition(" ")[0] for line in public_api.lines()]
     recorded = {path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == name}
-    listed = {x for x in dir(module) if not (x.startswith("__") and x.endswith("__"))}
+    # torch.compile adds names with two underscores to the modules whose functions it compiled in this process.
+    listed = {x for x in dir(module) if not x.startswith("__")}
     assert listed == recorded | PUBLIC_MODULES.get(name, set())
     assert {"__name__", "__doc__"} <= set(dir(module))
