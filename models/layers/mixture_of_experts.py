@@ -20,7 +20,7 @@ from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing,
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.models.parallel.token_exchange import exchange_rows
 from jax_kernels.ops.checks import checked_array
-from jax_kernels.ops.grouped.experts import Combination, gated_experts, weighted_experts
+from jax_kernels.ops.grouped.experts import Combination, gated_experts
 from jax_kernels.ops.grouped.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from jax_kernels.ops.grouped.rows import permuted_rows
 from jax_kernels.ops.matmul.checks import checked_activation
@@ -281,14 +281,13 @@ class MixtureOfExperts(nnx.Module):
         up, down, gate = kernels
         if gate is None or self.precision is not None:
             return pairs.summed(self._experts(pairs.rows(tokens), pairs.sizes, kernels), weights)
-        combination = Combination(weights=weights, order=pairs.order, inverse=pairs.inverse)
-        return weighted_experts(
+        return gated_experts(
             pairs.rows(tokens),
             gate,
             up,
             down,
             pairs.sizes,
-            combination,
+            combination=Combination(weights=weights, order=pairs.order, inverse=pairs.inverse),
             activation=self.activation,
             implementation=self.implementation,
         )

@@ -31,7 +31,7 @@ from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_f
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["Combination", "gated_experts", "weighted_experts"]
+__all__ = ["Combination", "gated_experts"]
 
 
 class Combination(NamedTuple):
@@ -73,55 +73,25 @@ def gated_experts(
     w_down: Float[Array, "G H N"],
     group_sizes: Int32[Array, " G"],
     *,
+    combination: Combination | None = None,
     activation: str | Callable[[jax.Array], jax.Array] = "silu",
     implementation: str | None = None,
-) -> Float[Array, "M N"]:
-    """The gated MLP of each group's rows, in x's dtype. Rows past the last group give 0.
+) -> Float[Array, "M N"] | Float[Array, "tokens N"]:
+    """The gated MLP of each group's rows [M, N], in x's dtype. Rows past the last group give 0.
+
+    With a combination, the weighted sum over each token's rows: float32 [tokens, N], with gradients for the weights.
 
     Equivalent to the following JAX code::
 
         hidden = grouped_gated_matmul(x, w_gate, w_up, group_sizes, activation)
         out = grouped_matmul(hidden, w_down, group_sizes)
+        # with a combination, where pairs without a row add 0
+        of_pairs = out.astype(float32)[combination.inverse].reshape(*combination.weights.shape, N)
+        out = (combination.weights[..., None] * of_pairs).sum(1)
 
     A policy of jax.checkpoint finds the results of the first matmuls by the names "mlp_gate" and "mlp_up". The
     arguments are as in grouped_gated_matmul, and raise the same errors.
     """
-    return _experts(x, w_gate, w_up, w_down, group_sizes, None, activation, implementation)
-
-
-@under_defaults
-def weighted_experts(
-    x: Float[Array, "M K"],
-    w_gate: Float[Array, "G K H"],
-    w_up: Float[Array, "G K H"],
-    w_down: Float[Array, "G H N"],
-    group_sizes: Int32[Array, " G"],
-    combination: Combination,
-    *,
-    activation: str | Callable[[jax.Array], jax.Array] = "silu",
-    implementation: str | None = None,
-) -> Float[Array, "tokens N"]:
-    """The weighted sum over each token's rows of gated_experts, in float32. It has gradients for the weights too.
-
-    Rows past the last group are 0, and pairs without a row add 0. Equivalent to the following JAX code::
-
-        out = gated_experts(x, w_gate, w_up, w_down, group_sizes, activation=activation)
-        of_pairs = out.astype(float32)[combination.inverse].reshape(*combination.weights.shape, N)
-        result = (combination.weights[..., None] * of_pairs).sum(1)
-    """
-    return _experts(x, w_gate, w_up, w_down, group_sizes, combination, activation, implementation)
-
-
-def _experts(
-    x: Any,
-    w_gate: Any,
-    w_up: Any,
-    w_down: Any,
-    group_sizes: Any,
-    combination: Combination | None,
-    activation: Any,
-    implementation: str | None,
-) -> jax.Array:
     refuse_quantized(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     request, first, options = check_gated(
         x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes, activation=activation, implementation=implementation
@@ -193,7 +163,9 @@ def _backward(call, residuals, dout):
     hidden, dcombination = _hidden(call.options, saved), None
     if combination is not None:
         factor = combination.of_rows()[:, None]
-        dweights = (dhidden * hidden).sum(1).at[combination.inverse].get(mode="fill", fill_value=0)
+        # The activation of 0, in rows past the last group, may be infinite.
+        of_rows = gradients.without_other_rows((dhidden * hidden).sum(1, keepdims=True), first.group_sizes)[:, 0]
+        dweights = of_rows.at[combination.inverse].get(mode="fill", fill_value=0)
         dcombination = Combination(dweights.reshape(combination.weights.shape), order=None, inverse=None)  # type: ignore[arg-type]
         dhidden, hidden = dhidden * factor, hidden * factor
     dz, dup = (y.astype(dtype) for y in epilogue_gradients(call.options, saved, dhidden))
