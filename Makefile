@@ -19,7 +19,7 @@ else
 CUDA := ,cuda
 endif
 
-.PHONY: demo docs test test-all test-unit test-stress test-gpu test-sanitizer test-without-triton report lint newest oldest release clean
+.PHONY: demo docs static test test-all test-unit test-stress test-gpu test-sanitizer test-without-triton report lint newest oldest release clean
 
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
@@ -35,8 +35,8 @@ THIRD := tests $(foreach path,$(FIRST) $(SECOND) $(HOUSE),--ignore=$(path))
 WITHOUT_TRITON := tests/bridge tests/cli tests/ops tests/masks tests/models tests/pallas
 
 test: .venv/.dev
-	$(MAKE) --jobs=2 --output-sync lint docs
-	$(PYTEST) -m "not slow" $(ARGS) tests --ignore=$(HOUSE)
+	$(MAKE) --jobs=2 --output-sync static docs
+	$(PYTEST) -m "not slow" $(ARGS) tests
 
 test-all: .venv/.dev
 	$(MAKE) --jobs=2 --output-sync lint docs
@@ -65,12 +65,14 @@ test-sanitizer: .venv/.dev
 test-without-triton: .venv/.dev
 	JAX_KERNELS_TESTS_WITHOUT_TRITON=1 $(PYTEST) -m "not slow" $(ARGS) $(WITHOUT_TRITON)
 
-lint: .venv/.dev
+lint: static
+	$(BIN)/python -m pytest -q $(HOUSE)
+
+static: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q $(HOUSE)
 
 # The site, in site/. A dead link, a missing name or a page outside of the navigation fails.
 docs: .venv/.dev
@@ -102,9 +104,9 @@ oldest: .venv-oldest/.ready
 	$(BIN)/python -m pip install -q -e '.[flax,torch,cli$(CUDA)]' 'jax==$(JAX)'
 	touch $@
 
-.venv/.dev: .venv/.demo
+.venv/.dev: .venv/.python pyproject.toml
 	$(BIN)/python -m pip install -q -e '.[dev$(CUDA)]' 'jax==$(JAX)' 'jax-cuda13-plugin==$(JAX)' 'jax-cuda13-pjrt==$(JAX)'
-	touch $@
+	touch .venv/.demo $@
 
 .venv-newest/.ready: .venv/.python pyproject.toml
 	$(PYTHON) -m venv .venv-newest

@@ -219,7 +219,7 @@ COMPILED |= {
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize(
     "name",
-    tiers.cases(COMPILED, ["fp8_gated_blocks"]),
+    tiers.cases(COMPILED, ["fp8_gated_blocks", "wide"]),
 )
 def test_compiled(name):
     """Forward and backward: no launch spills but for some epilogues, once a work tile, or zeroes accumulators."""
