@@ -8,8 +8,8 @@ JAX ?= 0.11.2
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# Python compiles the modules that it imports, and keeps them; pip would compile all modules beforehand. pip reads a
-# variable of --no-compile as the value of `compile`.
+# Python compiles the modules that it imports, and keeps the result. pip would compile all modules when it installs them:
+# PIP_NO_COMPILE=0 forbids it, since pip takes this variable for the value of its option `compile`.
 export PIP_NO_COMPILE = 0
 unexport PYTHONDONTWRITEBYTECODE
 ifeq ($(GPU),)

@@ -118,8 +118,8 @@ class LossOptions:
 
     transpose_w: whether the caller's w is [V, D], as LossInputs.rows, and not [D, V]. chunk: the vocabulary entries
     whose logits are in memory at once, or where a loop is over tiles of tokens as many logits; None for a size that
-    depends on the tokens, from logits_bytes and least_chunk: bytes of float32 logits in memory at once, and the fewest
-    vocabulary entries of a chunk.
+    depends on the number of tokens, logits_bytes and least_chunk. logits_bytes: the bytes of float32 logits in memory
+    at once. least_chunk: the fewest vocabulary entries of a chunk.
     layout: the sharding of the logits.
     """
 

@@ -62,6 +62,7 @@ def test_runs(tmp_path, monkeypatch, without_gpu, has_gradients):
         assert row["speed_ratios"]["torch"] > 0
 
 
+@pytest.mark.slow
 def test_block_and_tensor_scaling_rows(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
     built, ours = [], benchmark.ours

@@ -39,6 +39,7 @@ def test_device_timer_is_refused(name, tmp_path, monkeypatch, capsys, without_gp
     assert "want a GPU, or --timer host" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_error_is_one_line(run_script):
     done = run_script("sparse.py", "--seq-len", "64")
     told = "sparse.py: error: --timer cupti reads a GPU, and JAX runs on cpu: want a GPU, or --timer host\n"

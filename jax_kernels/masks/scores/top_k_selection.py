@@ -30,7 +30,7 @@ def largest(x: jax.Array, k: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _largest(x: jax.Array, k: int, search_from: int) -> jax.Array:
-    """`largest`, which searches from search_from values on."""
+    """Marks as `largest` does. Arrays of search_from values or more are searched, others sorted."""
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
     is_known = isinstance(x.shape[-1], int)  # False for jax.export's symbolic sizes, which may be large
     if is_known and k >= x.shape[-1]:

@@ -1,9 +1,11 @@
 """The gated MLPs of a mixture of experts: grouped matmuls with a backward that computes the hidden values again.
 
 The forward of a differentiated call keeps the results of the first matmuls, and drops the hidden values. In the
-backward one pass over both computes the hidden values and the cotangents of the first matmuls. With the weights of the
-tokens' sums, this pass multiplies by them and computes their gradients: the cotangents of the rows are copies of the
-tokens' cotangents, and the results of the last matmul are not kept.
+backward one pass over both computes the hidden values and the cotangents of the first matmuls.
+
+If a call returns the weighted sum of each token's rows, the same pass multiplies by the weights and computes their
+gradients. So the cotangents of the rows are copies of the tokens' cotangents, and the backward needs no result of the
+last matmul.
 """
 
 import dataclasses
@@ -35,7 +37,8 @@ __all__ = ["Combination", "gated_experts"]
 
 
 class Combination(NamedTuple):
-    """The sum of a token's rows. weights: float32 [tokens, each], the factors of each token's pairs with a group.
+    """The weighted sum of each token's rows. weights: float32 [tokens, each], a factor for each pair of a token and a
+    group.
 
     order: int32 [M], from a row to its pair. inverse: int32 [tokens * each], from a pair to its row; M or more for a
     pair without a row, which adds 0.
@@ -57,7 +60,7 @@ class Combination(NamedTuple):
 class ExpertsInputs(NamedTuple):
     """The arrays of a call. first: of the gated unit, with x [M, K] and weights [G, K, H]. down: [G, H, N].
 
-    combination: of a call that returns the weighted sums of the tokens, not the rows.
+    combination: the weighted sum that the call returns for each token; None if it returns the rows.
     """
 
     first: GroupedInputs

@@ -64,6 +64,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_gradients_match_one_process():
     for printed in printed_by_ranks(PROGRAM):
         assert "DDP" in printed

@@ -171,6 +171,7 @@ def test_skip_and_a_second_call():
     assert first.mlp.gate_proj.layout.format == "int4"
 
 
+@pytest.mark.slow
 def test_longnet():
     config = models.LongNetConfig(
         vocab_size=50, model_dim=32, num_layers=1, num_heads=4, segment_lengths=(4, 16), dilation_rates=(1, 2)

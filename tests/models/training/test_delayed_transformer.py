@@ -79,6 +79,7 @@ def test_parts_of_a_batch_give_the_largest_magnitude():
     np.testing.assert_allclose(histories_of(other.model)[exact], want[exact], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_only_losses_record():
     """A call, a cache, generate and evaluate leave the histories, and use their scales."""
     trainer, _ = trained(1)

@@ -58,6 +58,7 @@ def sorts(mask, query=QUERY, key=KEY, wrap=lambda attend: attend, **arguments):
     return names.count("sort")
 
 
+@pytest.mark.slow
 def test_calls_reuse_the_lists():
     prepared = prepared_on_hopper()
     assert sorts(MASK) == 4

@@ -102,7 +102,7 @@ def test_weighted_sums_keep_no_result_of_the_last_matmul():
 
 
 def test_an_activation_that_is_infinite_at_zero():
-    """In rows past the last group, which have the activation of 0 and pairs of tokens."""
+    """A pair whose row is past the last group has a finite gradient of its weight."""
     arrays = (*_arrays(jnp.float32), _normal(TOKENS, EACH, seed=5))
     call = functools.partial(_weighted, activation=lambda z: jnp.log(jnp.abs(z)), implementation="xla")
     assert jnp.isfinite(jax.grad(lambda weights: call(*arrays[:4], weights).sum())(arrays[4])).all()
