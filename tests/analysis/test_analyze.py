@@ -105,6 +105,9 @@ def test_the_experts_of_a_model():
     grouped = [use for use in found.uses if use.op.startswith("grouped")]
     assert sum(use.cost.flops for use in grouped) == 3 * 3 * 2 * (16 * 2) * 32 * 64
     assert sum(use.forward + use.backward for use in grouped) == 2
+    # Rows, weights, group sizes, and a weight and two indices for each of 32 pairs; the sums of 16 tokens.
+    given, out = 4 * (32 * 32 + 3 * 4 * 32 * 64 + 4 + 3 * 32), 4 * 16 * 32
+    assert sum(use.cost.bytes for use in grouped) == 3 * given + 2 * out
 
 
 def test_dilated_attention_has_the_work_of_its_branches():

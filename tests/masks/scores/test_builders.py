@@ -307,8 +307,11 @@ def test_top_k_by_search(dtype, keys, k, monkeypatch):
     x[1, 2, 3], x[1, 2, 3, ::2] = 0.0, -0.0
     x = jnp.asarray(x, dtype)
     want = masks.top_k(x, k).to_dense(6, keys)
+    searched, search = [], top_k_selection._by_search
+    monkeypatch.setattr(top_k_selection, "_by_search", lambda *given: searched.append(1) or search(*given))
     monkeypatch.setattr(top_k_selection, "SEARCH_FROM", 0)
     np.testing.assert_array_equal(masks.top_k(x, k).to_dense(6, keys), want)
+    assert len(searched) == (k < keys)
 
 
 def test_search_handles_rows_shorter_than_k():
