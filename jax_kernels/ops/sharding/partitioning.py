@@ -189,10 +189,9 @@ def partitioned(
     rule here decides for the whole function.
     """
     is_compiled = not dispatch.interpreting()
+    within = _inside_partitioned if has_rules else contextlib.nullcontext
 
     def run(*args: Any) -> Any:
-        if has_rules:
-            return _partitioned_whole(function, shares, key, args)
         leaves, tree = jax.tree.flatten(args)
         found: list[Any] = []  # the structure of the results, and their axes
         own: dict[Any, dict[Any, Any]] = {}  # the programs of a function without a key, by shard
@@ -201,17 +200,23 @@ def partitioned(
         def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
             @under_defaults
             def flat(*leaves: Any) -> tuple[Any, ...]:
-                out = function(*jax.tree.unflatten(tree, leaves))
+                with within():
+                    out = function(*jax.tree.unflatten(tree, leaves))
                 found[:] = found or [jax.tree.structure(out), shares.results(out)]
                 return tuple(jax.tree.leaves(out))
 
             return flat
 
+        constants, of_constants = _with_constants(flattened(function), *leaves)
+        count = len(constants)
+        unshared: list[ArrayAxes] = [(None,) * x.ndim for x in constants]
+        every = dataclasses.replace(shares, arguments=[*shares.arguments, *unshared])
+
         def partition(mesh: Any, shapes: Any, outs: Any) -> Any:
             shardings = [x.sharding for x in shapes]
             if mesh.empty:
                 mesh, shardings = _inside_shard_map(context, shapes)
-            spread = shares.spread(shardings)
+            spread = every.spread(shardings)
             of = lambda axis: spread.get(axis.name) if shares.is_shared(axis) else None
             place = lambda axes: NamedSharding(shardings[0].mesh, PartitionSpec(*map(of, axes)))
             missing = []
@@ -231,47 +236,27 @@ def partitioned(
                 on_device = lowered(function)
             else:
                 on_device = _switched(shares.by_index, over, math.prod(mesh.shape[name] for name in over), lowered)
-            local = functools.partial(_summed, on_device, missing)
-            return mesh, local, tuple(map(place, found[1])), tuple(map(place, shares.arguments))
+            # A device's function has its own constants: they depend on the shapes of its shard.
+            local = lambda *given: _summed(on_device, missing, *given[: len(given) - count])
+            return mesh, local, tuple(map(place, found[1])), tuple(map(place, every.arguments))
 
-        wrapped = custom_partitioning(flattened(function))
-        wrapped.def_partition(partition=partition, sharding_rule=lambda *_: shares.rule(found[1]))
-        out = wrapped(*leaves)
+        wrapped = custom_partitioning(of_constants)
+        wrapped.def_partition(partition=partition, sharding_rule=lambda *_: every.rule(found[1]))
+        out = wrapped(*leaves, *constants)
         return jax.tree.unflatten(found[0], out)
 
     return run
 
 
-def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashable, args: tuple[Any, ...]) -> Any:
-    """The results of partitioned(function, ...)(*args) with has_rules=True: kernels are traced without their own rules.
+def _with_constants(function: Callable[..., Any], *leaves: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """(the constants of `function` at `leaves`, such as tables; the function of the leaves, then of the constants).
 
-    The function may have constants, such as tables. They become arguments, since custom_partitioning takes none.
+    The second takes arrays of the leaves' shapes. custom_partitioning needs it: it refuses a function with constants.
     """
-
-    def trace(*args: Any) -> tuple[ClosedJaxpr, Any]:
-        with _inside_partitioned():
-            closed, results = jax.make_jaxpr(under_defaults(function), return_shape=True)(*args)
-        return closed, jax.tree.structure(results)
-
-    closed, _ = trace(*args)
-
-    def of_constants(*given: Any) -> Any:
-        *args, constants = given
-        closed, results = trace(*args)
-        assert [x.aval for x in closed.jaxpr.constvars] == [jax.typeof(x) for x in constants]
-        return jax.tree.unflatten(results, jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*jax.tree.leaves(args)))
-
-    def part_of_constants(part: Any, *given: Any) -> Any:  # a shard may have other constants
-        *args, _ = given
-        assert shares.by_index is not None
-        with _inside_partitioned():
-            return shares.by_index.run(part, *args)
-
-    unshared: list[ArrayAxes] = [(None,) * x.ndim for x in closed.consts]
-    every = dataclasses.replace(shares, arguments=[*shares.arguments, *unshared])
-    if shares.by_index is not None:
-        every = dataclasses.replace(every, by_index=dataclasses.replace(shares.by_index, run=part_of_constants))
-    return partitioned(of_constants, every, key)(*args, closed.consts)
+    closed = jax.make_jaxpr(function)(*leaves)
+    count = len(leaves)
+    run = lambda *given: tuple(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, given[count:]))(*given[:count]))
+    return closed.consts, run
 
 
 def _switched(
@@ -317,17 +302,14 @@ def _lowered_anew(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function wrapped in custom_partitioning, with the same leaves and results.
 
     A partition rule may return only such a function if it holds kernels: JAX lowers a kernel's refs only inside
-    custom_partitioning. The function's constants, which custom_partitioning does not take, become arguments.
+    custom_partitioning.
     """
 
     def run(*leaves: Any) -> Any:
-        closed = jax.make_jaxpr(function)(*leaves)
-        count = len(closed.consts)
-        whole = custom_partitioning(
-            lambda *given: tuple(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, given[:count]))(*given[count:]))
-        )
+        constants, of_constants = _with_constants(function, *leaves)
+        whole = custom_partitioning(of_constants)
         whole.def_partition(partition=None)
-        return whole(*closed.consts, *leaves)
+        return whole(*leaves, *constants)
 
     return run
 

@@ -24,6 +24,7 @@ from jax_kernels import (
     dispatch,
     dynamic_mask_attention,
     flash_attention,
+    flash_attention_fp8,
     gated_matmul,
     grouped_matmul,
     layer_norm,
@@ -37,6 +38,7 @@ from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.ops.matmul import fp8
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.ops.sharding import partitioning
+from jax_kernels.ops.sharding.partitioning import Axis, Shares, partitioned
 from jax_kernels.testing import rms_error
 from tests.support.processes import cpu_devices
 
@@ -85,6 +87,7 @@ def cases(length, dim, implementation):
     groups, columns_of_data = ((64, 128), (4, 128, 256), ("ids", (4,))), P(None, "data")
     columns, by_rows = P(None, "tensor"), P("data", "tensor")
     up, down = (128, 256), (256, 128)
+    of_table = (Axis("rows"), None, None)
     low_bits = lambda x, w, format: multiply(x, quantize(w, format, axis=-2))
     return {
         "causal": (both(lambda *a: attend(*a, is_causal=True)), qkv, shared, set()),
@@ -155,6 +158,19 @@ def cases(length, dim, implementation):
         "fp8": (both(lambda x, w: multiply_8_bits(x, w), 2), eight, (ROWS, columns), sums),
         "fp8 rows": (both(lambda x, w: multiply_8_bits(x, w, scaling="row"), 2), eight, (ROWS, ONE), sums),
         "fp8 blocks": (both(lambda x, w: multiply_8_bits(x, w, scaling="block"), 2), eight, (ROWS, ONE), sums),
+        "attention in 8 bits": (
+            lambda *qkv: flash_attention_fp8(
+                *(a.astype(jnp.float8_e4m3fn) for a in qkv), is_causal=True, implementation=takes_8_bits
+            ),
+            qkv, shared, set(),
+        ),
+        "table": (
+            partitioned(
+                lambda x: x[..., jnp.array([2, 0, 1])],
+                Shares(arguments=[of_table], results=lambda _: [of_table], lengths={"rows": 4}),
+            ),
+            (x,), (ROWS,), set(),
+        ),
         "tokens": (
             both(lambda *a: of_tokens(*a, implementation), 5), (x, (128,), up, up, down),
             (by_rows, ONE, ONE, ONE, ONE), sums,
@@ -307,7 +323,7 @@ def results(gpu, names):
 NAMES = list(cases(64, 16, "triton"))
 DILATED = [name for name in NAMES if "dilated" in name]  # all cases in one process would take too long
 OTHERS = [name for name in NAMES if name not in DILATED]
-QUICK = ["partly manual", "mlp", "causal", "decode", "rms_norm"]
+QUICK = ["partly manual", "mlp", "causal", "decode", "rms_norm", "table"]
 
 
 # JAX cannot trace a score_mod on Auto axes whose arrays have Explicit axes. quantize names no axes for its arrays.
@@ -346,7 +362,7 @@ def test_devices_shard_the_work(kind, names):
 @pytest.mark.parametrize(
     ("gpu", "names"),
     [
-        ("h200", ["causal", "rms_norm", "tokens"]),
+        ("h200", ["causal", "rms_norm", "tokens", "table"]),
         pytest.param("h200", DILATED, marks=pytest.mark.slow),
         pytest.param("h200", OTHERS, marks=pytest.mark.slow),
         pytest.param("a100", DILATED, marks=pytest.mark.slow),
