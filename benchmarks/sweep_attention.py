@@ -195,6 +195,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"direction: got {args.direction}, want fwd for implementation {args.implementation}")
         if args.mask and (args.implementation, args.causal) != ("triton", "no"):
             raise ValueError(f"mask: got {args.mask}, want none except for --implementation triton without --causal")
+        if args.mask and args.control not in (None, *OURS):
+            raise ValueError(f"control: got {args.control}, want one of {', '.join(OURS)} with --mask")
         kind = KERNELS[args.implementation, args.direction].config
         if args.configs is None:
             case = args.case

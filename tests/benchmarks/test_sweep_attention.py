@@ -121,6 +121,11 @@ def test_masks_are_for_triton(capsys):
     with pytest.raises(SystemExit):
         sweep.arguments(["--output", "x.json", "--mask", "blocks"])
     assert "mask: got blocks, want none except for --implementation triton" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sweep.arguments(
+            ["--output", "x.json", "--implementation", "triton", "--mask", "blocks", "--control", "torch-flex"]
+        )
+    assert "control: got torch-flex, want one of mosaic_gpu, triton" in capsys.readouterr().err
 
 
 @pytest.mark.slow
