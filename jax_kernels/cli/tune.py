@@ -161,7 +161,7 @@ def tune(
     gradients: GRADIENTS = True,
     seconds: SECONDS = 0.05,
     prune: PRUNE = True,
-    shows: Annotated[bool, typer.Option("--list", help="show the winners in the cache folder")] = False,
+    shows: Annotated[bool, typer.Option("--list", help="show your winners, and the ones of the library")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="with --list: print JSON")] = False,
     clears: Annotated[bool, typer.Option("--clear", help="remove all winners from the cache folder")] = False,
 ) -> None:
@@ -202,19 +202,22 @@ def _run(script: Path, arguments: list[str], gradients: bool, seconds: float, pr
 
 
 def _list(as_json: bool) -> None:
-    found = cache.listed()
+    own, shipped = cache.listed(), cache.listed_shipped()
+    found = {device: [*own.get(device, {}).items(), *shipped.get(device, {}).items()] for device in own | shipped}
     if as_json:
         winners = {
-            device: [{"request": json.loads(key), **winner.as_json()} for key, winner in of.items()]
+            device: [
+                {"request": json.loads(key), "shipped": winner.is_shipped, **winner.as_json()} for key, winner in of
+            ]
             for device, of in found.items()
         }
         print(json.dumps(winners, indent=2))
         return
-    if not found:
+    if not own:
         print(f"no winners in {cache.folder()}")
     for device, of in found.items():
         print(device)
-        for key, winner in of.items():
+        for key, winner in of:
             request = json.loads(key)
             op = request.pop("op")
             print(f"  {op}({', '.join(f'{name}={value}' for name, value in request.items())}): {winner}")
