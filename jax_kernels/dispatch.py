@@ -50,7 +50,7 @@ def choose(
     """The Choice for a request: the named implementation, or the first of order(request) that can serve the request.
 
     If the request was tuned on its device, the Choice has the blocks, and without a name the implementation, that were
-    the fastest.
+    the fastest: by the user's own tuning, else by the winners that are part of the library.
 
     table: the op's implementations by name. "xla" serves a request with a symbolic size, under jax.export. It also
     serves a request with an axis of length 0, even if the caller names another implementation that takes such calls: a
@@ -59,11 +59,12 @@ def choose(
     Raises ValueError for an unknown name, and NotImplementedError, with every reason, if no implementation can serve.
     """
     symbolic, empty = _symbolic(request), _empty(request)
-    winner = _winner(request) if symbolic is None and empty is None else None
+    winners = _winners(request) if symbolic is None and empty is None else ()
     if implementation is not None:
-        return _named(request, table, implementation, symbolic, empty, winner)
-    if winner is not None and (fastest := _fastest(request, table, winner)) is not None:
-        return fastest
+        return _named(request, table, implementation, symbolic, empty, winners)
+    for winner in winners:
+        if (fastest := _fastest(request, table, winner)) is not None:
+            return fastest
     passed_over: list[tuple[str, str]] = []
     names, order_source = order(request) if symbolic is None else (tuple(table), "")  # an order goes by sizes, too
     for name in names:
@@ -105,11 +106,11 @@ def _named(
     implementation: str,
     symbolic: str | None,
     empty: str | None,
-    winner: Winner | None,
+    winners: Sequence[Winner],
 ) -> Choice:
     """The Choice of the implementation that the caller named.
 
-    symbolic, empty: the texts that _symbolic and _empty return for the request. winner: of _winner. Raises ValueError
+    symbolic, empty: the texts that _symbolic and _empty return for the request. winners: of _winners. Raises ValueError
     for an unknown name, NotImplementedError if the implementation cannot serve the request.
     """
     if implementation not in table:
@@ -122,16 +123,21 @@ def _named(
     why = "asked for by name"
     if empty is not None and implementation != "xla":
         implementation, why = "xla", f"{empty}, which leaves {implementation!r} nothing to compute"
-    if winner is not None and (tuned := _tuned(request, table, winner, implementation, why)) is not None:
-        return tuned
+    for winner in winners:
+        if (tuned := _tuned(request, table, winner, implementation, why)) is not None:
+            return tuned
     config, source = table[implementation].config(request)
     return Choice(implementation=implementation, config=config, source=source, why=why)
 
 
-def _winner(request: Request) -> Winner | None:
-    """The winner of the request's bucket on its device; None if it was not tuned."""
-    winners = cache.find(request.device.name)
-    return winners.get(tuning_key(request)) if winners else None
+def _winners(request: Request) -> tuple[Winner, ...]:
+    """The winners of the request's bucket on its device: the user's own, then the library's. Empty without any."""
+    name = request.device.name
+    files = [winners for winners in (cache.find(name), cache.find_shipped(name)) if winners]
+    if not files:
+        return ()
+    key = tuning_key(request)
+    return tuple(winners[key] for winners in files if key in winners)
 
 
 def _fastest(request: Request, table: Mapping[str, Implementation], winner: Winner) -> Choice | None:

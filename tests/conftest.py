@@ -17,7 +17,8 @@ if shutil.which("nvidia-smi") is None:
     # JAX would make a key of its cache for each program, and note 10 frames of Python for each operation.
     os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-# Plans of tests do not depend on calls that the user has tuned.
+# Plans of tests do not depend on calls that the user has tuned, nor on the winners that are part of the library.
+os.environ["JAX_KERNELS_TUNED"] = "own"
 os.environ["JAX_KERNELS_CACHE"] = str(Path(tempfile.gettempdir()) / f"jax_kernels_tests_{os.getpid()}")
 # Other processes of the suite, and PyTorch, use the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -58,6 +58,8 @@ def test_wheel(wheel):
     for folder in LINKED:
         assert sources(folder)
         assert sources(folder) <= names
+    shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "jax_kernels/tuned/shipped").glob("*.json")}
+    assert shipped <= names
     python = {str(path.relative_to(ROOT)) for path in (ROOT / "jax_kernels").rglob("*.py")}
     assert python <= names
 

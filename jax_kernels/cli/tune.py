@@ -39,6 +39,7 @@ TUNABLE = {"attention": "flash_attention", **{op: op for op in _OPS}}
 
 GRADIENTS = Annotated[bool, typer.Option(help="time the backward too, and choose by the sum")]
 SECONDS = Annotated[float, typer.Option(help="the duration of one reading")]
+PRUNE = Annotated[bool, typer.Option(help="leave out candidates that are predicted to be too slow")]
 SHAPES = "one or more, with blanks between them: '2,4096,16,128 2,8192,16,128'"
 
 
@@ -60,14 +61,14 @@ class _Bar:
 
 
 @contextlib.contextmanager
-def _tuning(gradients: bool, seconds: float) -> Iterator[None]:
+def _tuning(gradients: bool, seconds: float, prune: bool) -> Iterator[None]:
     """Tunes the calls made inside, under a progress bar, and then prints their results."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     try:
         with (
             Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress,
-            session.tune(gradients=gradients, seconds=seconds, progress=_Bar(progress)) as results,
+            session.tune(gradients=gradients, seconds=seconds, prune=prune, progress=_Bar(progress)) as results,
         ):
             yield
     except ValueError as error:
@@ -99,11 +100,12 @@ def _command(op: str) -> Callable[..., None]:
     del parameters["shape"]
     parameters["gradients"] = keyword("gradients", True, GRADIENTS)
     parameters["seconds"] = keyword("seconds", 0.05, SECONDS)
+    parameters["prune"] = keyword("prune", True, PRUNE)
 
-    def command(shapes: str, gradients: bool, seconds: float, **values: Any) -> None:
+    def command(shapes: str, gradients: bool, seconds: float, prune: bool, **values: Any) -> None:
         try:
             calls = [options.given(op, values | {"shape": text}) for text in shapes.split()]
-            with _tuning(gradients, seconds):
+            with _tuning(gradients, seconds, prune):
                 for call in calls:
                     _trace(op, call, differentiates=gradients and op in _OF_MATMULS)
         except UserError as error:
@@ -158,7 +160,8 @@ def tune(
     arguments: Annotated[str, typer.Option(help="the script's arguments, as one text")] = "",
     gradients: GRADIENTS = True,
     seconds: SECONDS = 0.05,
-    shows: Annotated[bool, typer.Option("--list", help="show the winners in the cache folder")] = False,
+    prune: PRUNE = True,
+    shows: Annotated[bool, typer.Option("--list", help="show your winners, and the ones of the library")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="with --list: print JSON")] = False,
     clears: Annotated[bool, typer.Option("--clear", help="remove all winners from the cache folder")] = False,
 ) -> None:
@@ -178,17 +181,17 @@ def tune(
     elif shows:
         _list(as_json)
     elif script is not None:
-        _run(script, shlex.split(arguments), gradients, seconds)
+        _run(script, shlex.split(arguments), gradients, seconds, prune)
 
 
-def _run(script: Path, arguments: list[str], gradients: bool, seconds: float) -> None:
+def _run(script: Path, arguments: list[str], gradients: bool, seconds: float, prune: bool) -> None:
     """Runs a script as the main program, and tunes the calls that it makes. Its exit with status 0 is its end."""
     if not script.is_file():
         raise UserError(f"--from: got {str(script)!r}, want a Python script")
     before = list(sys.argv), list(sys.path)
     sys.argv[:], sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:
-        with _tuning(gradients, seconds):
+        with _tuning(gradients, seconds, prune):
             try:
                 runpy.run_path(str(script), run_name="__main__")
             except SystemExit as ended:
@@ -199,19 +202,22 @@ def _run(script: Path, arguments: list[str], gradients: bool, seconds: float) ->
 
 
 def _list(as_json: bool) -> None:
-    found = cache.listed()
+    own, shipped = cache.listed(), cache.listed_shipped()
+    found = {device: [*own.get(device, {}).items(), *shipped.get(device, {}).items()] for device in own | shipped}
     if as_json:
         winners = {
-            device: [{"request": json.loads(key), **winner.as_json()} for key, winner in of.items()]
+            device: [
+                {"request": json.loads(key), "shipped": winner.is_shipped, **winner.as_json()} for key, winner in of
+            ]
             for device, of in found.items()
         }
         print(json.dumps(winners, indent=2))
         return
-    if not found:
+    if not own:
         print(f"no winners in {cache.folder()}")
     for device, of in found.items():
         print(device)
-        for key, winner in of.items():
+        for key, winner in of:
             request = json.loads(key)
             op = request.pop("op")
             print(f"  {op}({', '.join(f'{name}={value}' for name, value in request.items())}): {winner}")

@@ -1,7 +1,9 @@
-"""The winners of tuned calls, in one JSON file per device in the user's cache folder.
+"""The winners of tuned calls, in one JSON file per device: in the user's cache folder, and in the folder `shipped`.
 
-A process reads a device's file once, at the first call that is planned for the device. A file that cannot be read, or
-that another version of the library wrote, is reported by one warning and ignored.
+A process reads a device's files once, at the first call that is planned for the device. A file that cannot be read, or
+in the user's folder one that another version of the library wrote, is reported by one warning and ignored.
+
+The files in `shipped` are part of the library. benchmarks/ship_winners.py writes them.
 """
 
 import contextlib
@@ -12,15 +14,32 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_kernels.files import write_whole
 from jax_kernels.tuned.winners import Winner
 
-__all__ = ["clear", "find", "folder", "ignored", "listed", "path_of", "store"]
+__all__ = [
+    "SHIPPED",
+    "clear",
+    "find",
+    "find_shipped",
+    "folder",
+    "ignored",
+    "listed",
+    "listed_shipped",
+    "name_of",
+    "path_of",
+    "read",
+    "store",
+    "write",
+]
 
+SHIPPED = Path(__file__).parent / "shipped"
+_SETTING = "JAX_KERNELS_TUNED"
+_SETTINGS = ("", "1", "own", "0")
 _LOCK_SECONDS = 60.0
 
 # By folder and device name: the winners by key, as this process read or measured them.
@@ -50,18 +69,48 @@ def _users_folder() -> Path | None:
 def path_of(device: str) -> Path | None:
     """The path of a device's file. device: the name of its DeviceInfo. None without a folder."""
     parent = folder()
-    return None if parent is None else parent / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', device)}.json"
+    return None if parent is None else parent / name_of(device)
+
+
+def name_of(device: str) -> str:
+    """The name of a device's file. device: the name of its DeviceInfo."""
+    return f"{re.sub(r'[^A-Za-z0-9.-]+', '_', device)}.json"
 
 
 def find(device: str) -> Mapping[str, Winner]:
-    """The winners of a device, by the keys of their requests. Empty without a file, and inside `ignored`."""
+    """The user's winners of a device, by the keys of their requests.
+
+    Empty without a file, inside `ignored`, and if JAX_KERNELS_TUNED is 0. Raises ValueError for a JAX_KERNELS_TUNED
+    other than 0, own and 1.
+    """
     parent = folder()
-    if parent is None or _IS_IGNORED.get():
+    if _setting() == "0" or parent is None or _IS_IGNORED.get():
         return {}
     found = _LOADED.get((parent, device))
     if found is None:
-        found = _LOADED[parent, device] = _read(path_of(device), device)
+        found = _LOADED[parent, device] = read(path_of(device), device)
     return found
+
+
+def find_shipped(device: str) -> Mapping[str, Winner]:
+    """The winners of a device that are part of the library, by the keys of their requests.
+
+    Empty without a file, inside `ignored`, and if JAX_KERNELS_TUNED is 0 or "own". Raises ValueError as `find`.
+    """
+    if _setting() in ("0", "own") or _IS_IGNORED.get():
+        return {}
+    found = _LOADED.get((SHIPPED, device))
+    if found is None:
+        found = _LOADED[SHIPPED, device] = read(SHIPPED / name_of(device), device, is_shipped=True)
+    return found
+
+
+def _setting() -> str:
+    """JAX_KERNELS_TUNED: 0 ignores all winners, "own" the ones that are part of the library; 1, or nothing, none."""
+    setting = os.environ.get(_SETTING, "")
+    if setting not in _SETTINGS:
+        raise ValueError(f"{_SETTING}: got {setting!r}, want 0 for block specs alone, own for your own winners, or 1")
+    return setting
 
 
 @contextlib.contextmanager
@@ -84,25 +133,34 @@ def store(device: str, key: str, winner: Winner) -> None:
     if parent is None or path is None:
         raise ModuleNotFoundError("tuning needs the package platformdirs, or JAX_KERNELS_CACHE", name="platformdirs")
     if (parent, device) not in _LOADED:
-        _LOADED[parent, device] = _read(path, device)
+        _LOADED[parent, device] = read(path, device)
     loaded = _LOADED[parent, device]
     loaded[key] = loaded[key].joined(winner) if key in loaded else winner
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with _lock(path):
-            kept = _read(path, device)
-            _write(path, device, {**kept, key: kept[key].joined(winner) if key in kept else winner})
+            kept = read(path, device)
+            write(path, device, {**kept, key: kept[key].joined(winner) if key in kept else winner})
     except OSError as error:
         _report(path, f"cannot be written ({error}): tuned calls are known to this process alone")
 
 
 def listed() -> dict[str, dict[str, Winner]]:
-    """The winners in the folder, by device and key. Files that `find` would ignore are reported and left out."""
+    """The winners in the user's folder, by device and key. Files that `find` ignores are reported and left out."""
+    return _listed(_files())
+
+
+def listed_shipped() -> dict[str, dict[str, Winner]]:
+    """The winners that are part of the library, by device and key; empty if JAX_KERNELS_TUNED turns them off."""
+    return {} if _setting() in ("0", "own") else _listed(sorted(SHIPPED.glob("*.json")), is_shipped=True)
+
+
+def _listed(paths: Iterable[Path], *, is_shipped: bool = False) -> dict[str, dict[str, Winner]]:
     found: dict[str, dict[str, Winner]] = {}
-    for path in _files():
+    for path in paths:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             device = json.loads(path.read_text()).get("device")
-            if isinstance(device, str) and (winners := _read(path, device)):
+            if isinstance(device, str) and (winners := read(path, device, is_shipped=is_shipped)):
                 found[device] = winners
     return found
 
@@ -134,18 +192,21 @@ def _version() -> str:
     return sys.modules["jax_kernels"].__version__
 
 
-def _read(path: Path | None, device: str) -> dict[str, Winner]:
-    """The winners of a file; empty without the file, and, with a warning, for one that cannot serve."""
+def read(path: Path | None, device: str, *, is_shipped: bool = False) -> dict[str, Winner]:
+    """The winners of a file; empty without the file, and, with a warning, for one that cannot serve.
+
+    is_shipped: whether the file is part of the library, so that its version is too.
+    """
     if path is None:
         return {}
     try:
         tree = json.loads(path.read_text())
-        if (version := tree["version"]) != _version():
+        if (version := tree["version"]) != _version() and not is_shipped:
             _report(path, f"was written by version {version}, and this is {_version()}: it is ignored")
             return {}
         if tree["device"] != device:
             raise ValueError(f"device: got {tree['device']!r}, want {device!r}")
-        return {key: Winner.from_json(entry) for key, entry in tree["winners"].items()}
+        return {key: Winner.from_json(entry, is_shipped=is_shipped) for key, entry in tree["winners"].items()}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
@@ -155,7 +216,8 @@ def _read(path: Path | None, device: str) -> dict[str, Winner]:
     return {}
 
 
-def _write(path: Path, device: str, winners: Mapping[str, Winner]) -> None:
+def write(path: Path, device: str, winners: Mapping[str, Winner]) -> None:
+    """Writes a device's file of winners, as a whole. Raises OSError."""
     entries = {key: winners[key].as_json() for key in sorted(winners)}
     write_whole(path, json.dumps({"version": _version(), "device": device, "winners": entries}, indent=1) + "\n")
 

@@ -12,7 +12,7 @@ class Tuned:
 
     date: the day, as in "2026-11-27". ms: the median time of a call. untuned, untuned_ms: the implementation without
     tuning, with its block spec, and its time. timer: "cupti" for device time, or "host". with_gradients: whether the
-    times include the backward.
+    times include the backward. is_shipped: whether the times are of a file of the library, not of the user.
     """
 
     date: str
@@ -21,11 +21,13 @@ class Tuned:
     untuned_ms: float
     timer: str
     with_gradients: bool
+    is_shipped: bool = False
 
     def text(self, implementation: str) -> str:
         """The times in words. implementation: the plan's."""
         direction = " with its backward" if self.with_gradients else ""
-        begin = f"tuned on {self.date}: {self.ms:.3g} ms{direction}, "
+        source = " (shipped with the library)" if self.is_shipped else ""
+        begin = f"tuned on {self.date}{source}: {self.ms:.3g} ms{direction}, "
         if self.untuned != implementation:
             return f"{begin}{self.untuned} {self.untuned_ms:.3g} ms"
         is_same = self.ms == self.untuned_ms
@@ -66,7 +68,7 @@ class Winner:
     date: the day of the timing. timer: "cupti" for device time, or "host". with_gradients: whether the times include
     the backward. untuned: the implementation that dispatch picks without tuning. fastest: the fastest implementation;
     None if the caller named the implementation, so that the others were not timed. timed: the implementations that were
-    timed.
+    timed. is_shipped: whether the winner is of a file of the library, not of the user.
     """
 
     date: str
@@ -75,6 +77,7 @@ class Winner:
     untuned: str
     fastest: str | None
     timed: tuple[Timed, ...]
+    is_shipped: bool = False
 
     def of(self, implementation: str) -> Timed | None:
         """The Timed of an implementation; None if it was not timed."""
@@ -96,6 +99,7 @@ class Winner:
             untuned_ms=untuned.untuned_ms,
             timer=self.timer,
             with_gradients=self.with_gradients,
+            is_shipped=self.is_shipped,
         )
 
     def __str__(self) -> str:
@@ -115,14 +119,14 @@ class Winner:
         return dataclasses.replace(self, date=later.date, timer=later.timer, timed=(*later.timed, *kept))
 
     def as_json(self) -> dict[str, Any]:
-        """The winner as a tree that json can write."""
-        return dataclasses.asdict(self)
+        """The winner as a tree that json can write, without is_shipped."""
+        return {name: x for name, x in dataclasses.asdict(self).items() if name != "is_shipped"}
 
     @classmethod
-    def from_json(cls, tree: Any) -> "Winner":
+    def from_json(cls, tree: Any, *, is_shipped: bool = False) -> "Winner":
         """The winner of a tree that as_json made. Raises TypeError, ValueError or KeyError for others."""
         timed = tuple(Timed(**entry) for entry in tree["timed"])
-        winner = cls(**{**tree, "timed": timed})
+        winner = cls(**{**tree, "timed": timed, "is_shipped": is_shipped})
         texts = (winner.date, winner.timer, winner.untuned, *(entry.name for entry in timed))
         times = [ms for entry in timed for ms in (entry.ms, entry.untuned_ms)]
         blocks = [values for entry in timed for values in entry.blocks.values()]

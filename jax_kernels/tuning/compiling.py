@@ -30,7 +30,7 @@ def compiled(programs: Sequence[Program]) -> list[Program | Exception]:
         return dataclasses.replace(program, call=lambda: executable(*arguments), lower=None)
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        return list(pool.map(one, [_lowered(program) for program in programs]))
+        return list(pool.map(one, (_lowered(program) for program in programs)))  # it lowers while others compile
 
 
 def _lowered(program: Program) -> Program | tuple | Exception:

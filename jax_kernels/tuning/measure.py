@@ -5,7 +5,7 @@ import datetime
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax_kernels.dispatch import Choice
 from jax_kernels.ops.planned_op import TunableCall, tuned_by
 from jax_kernels.tuned import cache
 from jax_kernels.tuned.winners import Timed, Winner
-from jax_kernels.tuning import compiling
+from jax_kernels.tuning import compiling, cost_model
 from jax_kernels.tuning.timers import Program, Timer, milliseconds
 
 __all__ = ["Measurement", "NothingToTuneError", "Settings", "program_of"]
@@ -39,13 +39,15 @@ class NothingToTuneError(Exception):
 class Settings:
     """timer: reads the times. seconds: of a reading's queue of calls. gradients: whether gradients are timed too.
 
-    step(text): is called before each candidate is compiled and timed.
+    prunes: whether candidates that cannot be the fastest are left out. step(text): is called for each other candidate,
+    before it is timed.
     """
 
     timer: Timer
     seconds: float
     gradients: bool
     step: Callable[[str], None]
+    prunes: bool = True
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -64,12 +66,19 @@ class _Candidate:
 class Measurement:
     """The candidates of one call, and their times.
 
-    failed: the text of each candidate that raised, or whose results differ, with the reason.
+    failed: the text of each candidate that raised, or whose results differ, with the reason: also of one that asks for
+    more shared memory or registers than there are, which its compilation finds. pruned: the same of each candidate that
+    was neither compiled nor timed, because the cost model predicts more than MARGIN times the smallest prediction.
+
+    Spilled registers decide nothing: a kernel that spills a few can be the fastest. The fastest Triton backward of
+    benchmarks/results/triton-blocks-h100.json at head_dim 256 spills 96 bytes, and takes 0.77 of the time of one that
+    spills none.
     """
 
     def __init__(self, tunable: TunableCall, settings: Settings):
         self.tunable, self.settings = tunable, settings
         self.failed: dict[str, str] = {}
+        self.pruned: dict[str, str] = {}
         self.direction = "gradients" if settings.gradients and tunable.moving else "forward"
         self._wanted: dict[str, Any] = {}  # by direction, the results of the first candidate
         op, request = tunable.op, tunable.request
@@ -78,8 +87,9 @@ class Measurement:
         self.names = dispatch.serving(request, op.implementations, op.order, tunable.named)
 
     def count(self) -> int:
-        """The number of candidates, at most: some implementations are too slow to vary their blocks."""
-        return len(self.names) + sum(len(list(self._others(name))) for name in self.names)
+        """The number of candidates to time, at most: some implementations are too slow to vary their blocks."""
+        others = ((name, *x) for name in self.names for x in self._others(name).items())
+        return len(self.names) + sum(len(x) - len(self._too_slow(name, field, x)) for name, field, x in others)
 
     def winner(self) -> Winner:
         """Times the candidates. Raises NothingToTuneError if there are fewer than two, or if none runs."""
@@ -104,20 +114,33 @@ class Measurement:
             raise NothingToTuneError(f"no implementation runs: {reasons}")
         return found
 
-    def _others(self, name: str) -> Iterator[tuple[str, Any]]:
-        """(field of the config, blocks) of each candidate of an implementation, without its block spec."""
+    def _others(self, name: str) -> dict[str, Sequence[Any]]:
+        """By field of the config, the blocks of each candidate of an implementation, without its block spec."""
         candidates = self.tunable.op.implementations[name].candidates
         found: Mapping[str, Sequence[Any]] = {} if candidates is None else candidates(self.tunable.request)
-        for field, blocks in found.items():
-            if field == "forward" or self.direction == "gradients":
-                yield from ((field, x) for x in blocks)
+        return {field: x for field, x in found.items() if field == "forward" or self.direction == "gradients"}
+
+    def _too_slow(self, name: str, field: str, blocks: Sequence[Any]) -> dict[Any, float]:
+        """The blocks that the cost model leaves out, with the multiples of the smallest prediction."""
+        if not self.settings.prunes:
+            return {}
+        request = self.tunable.request
+        spec = getattr(self.tunable.op.implementations[name].config(request)[0], field)
+        return {x: times for x, times in cost_model.slower(request, (spec, *blocks)).items() if x != spec}
+
+    def _kept(self, name: str, field: str, blocks: Sequence[Any]) -> list[Any]:
+        """The blocks that the cost model leaves; `pruned` gets the others."""
+        too_slow = self._too_slow(name, field, blocks)
+        for x, times in too_slow.items():
+            self.pruned[f"{name} {x}"] = f"its predicted time is {times:.1f} times the smallest prediction"
+        return [x for x in blocks if x not in too_slow]
 
     def _varied(self, name: str, base: Mapping[str, _Candidate]) -> _Candidate:
         """The fastest candidate of an implementation: first the blocks of the forward vary, then of the backward."""
-        best, others = base[name], list(self._others(name))
+        best = base[name]
         if best.ms > _NEAR * min(candidate.ms for candidate in base.values()):
             return best
-        for field in dict.fromkeys(field for field, _ in others):
+        for field, others in self._others(name).items():
             direction = "forward" if field == "forward" else self.direction
             start = best
             if best.program.direction != direction:
@@ -126,7 +149,7 @@ class Measurement:
                     continue
                 start = timed[name]
             programs = {}
-            for blocks in (blocks for of, blocks in others if of == field):
+            for blocks in self._kept(name, field, others):
                 config = dataclasses.replace(start.program.config, **{field: blocks})
                 programs[f"{name} {blocks}"] = self._program(name, config, direction)
             found = self._fastest(start, list(self._timed(programs, start).values()))

@@ -25,7 +25,8 @@ class TunedCall:
     """A call that was made inside jax_kernels.tune.
 
     request: the call without its arrays. named: the implementation that the caller named, or None. winner: its times;
-    None if it was not tuned, with the reason. failed: the candidates that did not run, each with the reason.
+    None if it was not tuned, with the reason. failed: the candidates that did not run, each with the reason. pruned:
+    the candidates that were not timed because they cannot be the fastest, each with the reason.
     """
 
     request: Request
@@ -33,13 +34,18 @@ class TunedCall:
     winner: Winner | None
     reason: str | None = None
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    pruned: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         shape = ", ".join(f"{name}={value}" for name, value in _told(self.request).items())
         head = f"{self.request.op}({shape})"
         if self.winner is None:
             return f"{head}: not tuned: {self.reason}"
-        return f"{head}: {self.winner}"
+        return f"{head}: {self.winner}{self._pruned_text()}"
+
+    def _pruned_text(self) -> str:
+        """Words for the candidates that were not timed; empty without any."""
+        return f"; not timed: {len(self.pruned)} predicted to be too slow" if self.pruned else ""
 
 
 def _told(request: Request) -> dict[str, Any]:
@@ -81,8 +87,8 @@ class _Session:
 
     lists_composed = False
 
-    def __init__(self, gradients: bool, seconds: float, progress: Progress):
-        self.gradients, self.seconds, self.progress = gradients, seconds, progress
+    def __init__(self, gradients: bool, seconds: float, prune: bool, progress: Progress):
+        self.gradients, self.seconds, self.prune, self.progress = gradients, seconds, prune, progress
         self.results: list[TunedCall] = []
         self.timer: timers.Timer | None = None
         self._seen: set[Any] = set()
@@ -122,7 +128,13 @@ class _Session:
     def _measure(self, tunable: TunableCall) -> None:
         if self.timer is None:
             self.timer = timers.choose()
-        settings = Settings(timer=self.timer, seconds=self.seconds, gradients=self.gradients, step=self.progress.step)
+        settings = Settings(
+            timer=self.timer,
+            seconds=self.seconds,
+            gradients=self.gradients,
+            step=self.progress.step,
+            prunes=self.prune,
+        )
         measurement = Measurement(tunable, settings)
         self.progress.begin(tunable.request.op, measurement.count())
         found: dict[str, Any] = {"winner": None}
@@ -131,7 +143,8 @@ class _Session:
             cache.store(tunable.request.device.name, tuning_key(tunable.request), found["winner"])
         except NothingToTuneError as error:
             found["reason"] = str(error)
-        self._add(TunedCall(request=tunable.request, named=tunable.named, failed=measurement.failed, **found))
+        found |= {"failed": measurement.failed, "pruned": measurement.pruned}
+        self._add(TunedCall(request=tunable.request, named=tunable.named, **found))
 
     def _add(self, result: TunedCall) -> None:
         self.results.append(result)
@@ -186,7 +199,7 @@ def filled(tunable: TunableCall) -> Any:
 
 @contextlib.contextmanager
 def tune(
-    *, gradients: bool = True, seconds: float = 0.05, progress: Progress | None = None
+    *, gradients: bool = True, seconds: float = 0.05, prune: bool = True, progress: Progress | None = None
 ) -> Iterator[list[TunedCall]]:
     """A context manager: times the candidates of each call made inside it, and keeps the fastest for later processes.
 
@@ -208,6 +221,8 @@ def tune(
     gradients: also times the backward of attention and norms, and chooses by the sum. Set it to False if the calls
       only serve inference. Matmuls of a backward are calls of their own: they are tuned if the block differentiates.
     seconds: the duration of one reading; a candidate has three readings or more.
+    prune: leaves out candidates that cannot be the fastest: whose predicted time is more than 1.5 times the smallest
+      predicted one, by their work tiles and the rates of the device. Set it to False to time all.
     progress: receives the steps, such as a progress bar.
 
     Yields a list, to which a TunedCall is appended for each bucket.
@@ -225,7 +240,7 @@ def tune(
         raise ModuleNotFoundError(
             "tune needs the package platformdirs: pip install 'jax-kernels[cli]'", name="platformdirs"
         )
-    session = _Session(gradients, seconds, progress or _Silent())
+    session = _Session(gradients, seconds, prune, progress or _Silent())
     with tuned_by(session):
         yield session.results
     session.finish()

@@ -49,10 +49,26 @@ def test_an_op(run):
     found = json.loads(run("--list", "--json")[1])["CPU"]
     assert [x["request"]["rows"] for x in found] == [4, 6, 64]
     assert {x["fastest"] for x in found} == {"triton"}
+    assert not any(x["shipped"] for x in found)
     code, out, _ = run("--clear")
     assert (code, out) == (0, f"removed {cache.path_of('CPU')}\n")
     assert run("--list")[1] == f"no winners in {cache.folder()}\n"
     assert run("--clear")[1] == f"no winners in {cache.folder()}\n"
+
+
+def test_the_list_of_winners_of_the_library(run, monkeypatch, tmp_path):
+    """They come after the user's own, with a label."""
+    monkeypatch.delenv("JAX_KERNELS_TUNED")
+    monkeypatch.setattr(cache, "SHIPPED", tmp_path)
+    run("rms_norm", "--shapes", "4,128", "--no-gradients")
+    own = cache.path_of("CPU")
+    (tmp_path / own.name).write_text(own.read_text())
+    label = "(shipped with the library)"
+    assert [label in line for line in run("--list")[1].splitlines()] == [False, False, True]
+    assert [x["shipped"] for x in json.loads(run("--list", "--json")[1])["CPU"]] == [False, True]
+    run("--clear")
+    assert [label in line for line in run("--list")[1].splitlines()] == [False, False, True]
+    assert run("--list")[1].splitlines()[0] == f"no winners in {cache.folder()}"
 
 
 def test_the_backward_of_a_matmul(run, monkeypatch):

@@ -14,7 +14,7 @@ from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request, tuning_key, without_blocks
 from jax_kernels.ops.planned_op import Blocks, PlannedOp
 from jax_kernels.tuned import cache
-from jax_kernels.tuning import measure, session, timers
+from jax_kernels.tuning import cost_model, measure, session, timers
 
 DEVICE = dataclasses.replace(device_info("h200"), name="NVIDIA Test")
 
@@ -336,6 +336,30 @@ def test_progress():
     assert told[0] == ("scale", 6)
     assert told[1:4] == ["fast", "slow", "fast Spec(block=1)"]
     assert told[-1] is results[0]
+
+
+def test_candidates_that_the_cost_model_leaves_out(monkeypatch):
+    """They are neither compiled nor timed, and the progress does not count them."""
+    steps = []
+
+    class Progress(session._Silent):
+        def begin(self, text, steps_):
+            steps.append(steps_)
+
+    monkeypatch.setattr(cost_model, "slower", lambda request, blocks: {x: 2.0 for x in blocks if x.block in (2, 4, 7)})
+    with tune(gradients=False, progress=Progress()) as results:
+        scale(X)
+    (result,) = results
+    reason = "its predicted time is 2.0 times the smallest prediction"
+    assert result.pruned == {f"fast Spec(block={block})": reason for block in (2, 7)}  # 4 is the block spec's
+    assert result.failed.keys() == {"fast Spec(block=13)"}
+    assert [x.ms for x in result.winner.timed] == [1.2, 1.4]
+    assert str(result).endswith("; not timed: 2 predicted to be too slow")
+    cache._LOADED.clear()
+    with tune(gradients=False, prune=False, progress=Progress()) as results:
+        scale(jnp.ones(11))
+    assert (results[0].pruned, results[0].winner.timed[0].ms) == ({}, 1.0)
+    assert steps == [4, 6]
 
 
 @pytest.mark.triton
