@@ -253,7 +253,7 @@ class LoadedChain:
     by_jax: a function from the input tensors to the outputs, which is called if a launch runs out of memory. Without
     it, and while a CUDA graph is being captured, such a launch raises torch.OutOfMemoryError or DriverMemoryError.
 
-    ahead: compiled Mosaic kernels, of which the chain takes its own.
+    ahead: compiled Mosaic kernels; the chain takes its own from them.
     """
 
     def __init__(
