@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_kernels.dispatch import Plan, explain, reason_against
 from jax_kernels.tuning import timers
-from jax_kernels.tuning.timers import Program, Timer, milliseconds
+from jax_kernels.tuning.timers import Program, Timer, milliseconds, ones_like_result
 
 __all__ = ["ImplementationTime", "benchmark_implementations", "read_in_turns"]
 
@@ -160,14 +160,15 @@ def _built(
         given, named = jax.tree.unflatten(structure, filled)
         return op(*given, implementation=name, **named)
 
-    def differentiated(arrays: dict[int, Any]) -> Any:
+    def differentiated(arrays: dict[int, Any], cotangents: Any) -> Any:
         out, vjp = jax.vjp(lambda floats: call(arrays | floats), {i: arrays[i] for i in moving})
-        return vjp(jax.tree.map(jnp.ones_like, out))
+        return out, vjp(cotangents)
 
     jitted = jax.jit(differentiated if gradients else call)
     arrays = {i: jnp.asarray(leaves[i]) for i in places}
+    everything = (arrays, ones_like_result(call, arrays)) if gradients else (arrays,)
     direction = "gradients" if gradients else "forward"
-    return Program(implementation=name, config=None, direction=direction, call=lambda: jitted(arrays))
+    return Program(implementation=name, config=None, direction=direction, call=lambda: jitted(*everything))
 
 
 def read_in_turns(programs: dict[str, Program], timer: Timer, seconds: float) -> dict[str, list[float]]:

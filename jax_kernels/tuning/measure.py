@@ -17,7 +17,7 @@ from jax_kernels.ops.planned_op import TunableCall, tuned_by
 from jax_kernels.tuned import cache
 from jax_kernels.tuned.winners import Timed, Winner
 from jax_kernels.tuning import compiling, cost_model
-from jax_kernels.tuning.timers import Program, Timer, milliseconds
+from jax_kernels.tuning.timers import Program, Timer, milliseconds, ones_like_result
 
 __all__ = ["Measurement", "NothingToTuneError", "Settings", "program_of"]
 
@@ -275,24 +275,29 @@ def _relative_error(got: Any, want: Any) -> float:
 
 
 def program_of(tunable: TunableCall, name: str, config: Any, direction: str) -> Program:
-    """The jitted call by an implementation with a config. direction: "forward" or "gradients"."""
+    """The jitted call by an implementation with a config.
+
+    direction: "forward", or "gradients" for (the results, the gradients) of cotangents of 1. The results count, and the
+    cotangents are arguments, since XLA would leave out the forward of results that nobody reads, and reads of ones.
+    """
     call = tunable.call if tunable.parts else dataclasses.replace(tunable.call, implementation=name, config=config)
 
     def forward(inputs: Any) -> Any:
         return tunable.run(call, inputs)
 
-    def gradients(inputs: Any) -> Any:
+    def gradients(inputs: Any, cotangents: Any) -> Any:
         moving = {field: getattr(inputs, field) for field in tunable.moving}
         out, vjp = jax.vjp(lambda moving: tunable.run(call, inputs._replace(**moving)), moving)
-        return vjp(jax.tree.map(jnp.ones_like, out))
+        return out, vjp(cotangents)
 
     jitted = jax.jit(forward if direction == "forward" else gradients)
+    given = (tunable.inputs,) if direction == "forward" else (tunable.inputs, ones_like_result(forward, tunable.inputs))
     return Program(
         implementation=name,
         config=config,
         direction=direction,
-        call=lambda: jitted(tunable.inputs),
-        lower=lambda: (jitted.lower(tunable.inputs), (tunable.inputs,)),
+        call=lambda: jitted(*given),
+        lower=lambda: (jitted.lower(*given), given),
     )
 
 

@@ -1,13 +1,15 @@
 """The time of a call: device time on a GPU, by CUPTI, and the host's clock elsewhere."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-__all__ = ["Program", "Timer", "choose", "host", "milliseconds"]
+__all__ = ["Program", "Timer", "choose", "host", "milliseconds", "ones_like_result"]
 
 _MOST_CALLS = 200
 
@@ -25,6 +27,17 @@ class Program:
     direction: str
     call: Callable[[], Any]
     lower: Callable[[], tuple[jax.stages.Lowered, Any]] | None = None
+
+
+@functools.lru_cache(maxsize=2)  # the programs of a call share the array
+def _ones(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    with jax.ensure_compile_time_eval():  # the call may be inside a trace
+        return jnp.ones(shape, dtype)
+
+
+def ones_like_result(function: Callable[..., Any], *args: Any) -> Any:
+    """Arrays of ones in the shapes, dtypes and structure of function(*args), which is not run."""
+    return jax.tree.map(lambda x: _ones(x.shape, x.dtype), jax.eval_shape(function, *args))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

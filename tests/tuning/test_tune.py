@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_kernels
@@ -187,6 +188,20 @@ def test_forward_and_backward_vary_one_after_the_other():
         "backward": {"type": "Spec", "block": 1},
     }
     assert "2.5 ms with its backward, block spec 3.4 ms" in str(explain(scale, X))
+
+
+def test_timed_gradients_include_the_results(monkeypatch):
+    """XLA would leave out a forward whose results nobody reads, and would know cotangents that are constants."""
+    made, own = [], measure.program_of
+    monkeypatch.setattr(measure, "program_of", lambda *given: made.append(own(*given)) or made[-1])
+    with tune():
+        scale(X)
+    forward, gradients = (next(x for x in made if x.direction == name) for name in ("forward", "gradients"))
+    out, found = gradients.call()
+    np.testing.assert_array_equal(out, forward.call())
+    np.testing.assert_array_equal(found[0]["x"], 2 * jnp.ones_like(X))
+    stage, _ = gradients.lower()
+    assert len(jax.tree.leaves(stage.in_avals)) == len(jax.tree.leaves(forward.lower()[0].in_avals)) + 1
 
 
 def test_a_traced_call_is_timed_after_the_block(readings):
