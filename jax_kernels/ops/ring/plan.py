@@ -92,9 +92,9 @@ def plan_of(call: RingCall, arrays: RingArrays, checked: Plan | None) -> RingPla
 def _steps(call: RingCall, arrays: RingArrays) -> tuple[tuple[str, Plan], ...]:
     """(words for the keys of an attention, its plan) for each attention of a call."""
     if call.strategy == "ring":
-        visitors = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
+        own, sent = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids), call.sendable(arrays)
         steps = {number: call.step(number, arrays) for number in call.steps}
-        return tuple((f"step {number}", _plan(step.planned, visitors)) for number, step in steps.items())
+        return tuple((f"step {n}", _plan(step.planned, sent if n else own)) for n, step in steps.items())
     if call.strategy == "halo":
         return tuple((name, _plan(planned)) for name, planned in halo.planned_calls(call, arrays).items())
     if call.strategy == "all_to_all":

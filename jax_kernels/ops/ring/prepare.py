@@ -18,7 +18,8 @@ from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.flash_attention import OP
 from jax_kernels.ops.ring import halo
-from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size, not_an_axis
+from jax_kernels.ops.ring.layouts import DOCUMENTS, LAYOUTS, Layout, axis_size, not_an_axis
+from jax_kernels.ops.ring.planning.documents import DocumentLayout, DocumentSteps
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
@@ -36,7 +37,7 @@ def prepare(
     value: Float[Array, "B T Hkv Dv"],
     *,
     axis_name: str,
-    layout: str | None,
+    layout: Any,
     strategy: str,
     scale: Any,
     softcap: float | None,
@@ -64,7 +65,19 @@ def prepare(
     }
     if isinstance(arguments.get("segment_ids"), tuple | list):
         raise TypeError("segment_ids: got a pair, want one array: queries and keys are of the same tokens")
-    if "segment_ids" in arguments:
+    if layout is not None and not isinstance(layout, str):
+        layout = _document_steps(layout)
+    of_documents, all_ids = isinstance(layout, DocumentSteps) or layout == DOCUMENTS, None
+    if of_documents:
+        given = {"mask": mask, "bias": bias, **{name: arguments.get(name) for name in ("window", "score_mod")}}
+        _check_documents(arguments.get("segment_ids"), given, strategy)
+        all_ids, length = arguments["segment_ids"], query.shape[1]
+        if devices > 1 and all_ids.shape[1:] == (devices * length,):
+            own = lax.axis_index(axis_name) * length
+            arguments["segment_ids"] = lax.dynamic_slice_in_dim(all_ids, own, length, 1)
+        else:
+            all_ids = None
+    if "segment_ids" in arguments and not of_documents:
         arguments["segment_ids"] = checks.ranked_over(axis_name, arguments["segment_ids"])
     request, inputs = check(FlashArguments(query=query, key=key, value=value, scale=scale, **options, **arguments))
     is_empty = 0 in (request.batch, request.q_length, request.heads)
@@ -94,8 +107,8 @@ def prepare(
     bias = checked_bias(bias, scores, query.dtype)
     if is_empty:  # no device computes anything
         OP.choose(request, implementation)  # raises for a name that cannot be served
-        ids = bias = None
-    arrays = RingArrays(query, key, value, ids, inputs.sinks, mask, inputs.score_mod, bias)
+        ids = bias = all_ids = None
+    arrays = RingArrays(query, key, value, ids, inputs.sinks, mask, inputs.score_mod, bias, all_ids)
     arrays = as_varying(arrays, varying_axes(arrays) | {axis_name})
     options = options | {"scale": scale}
     row = block_specs.ring_row(
@@ -130,6 +143,8 @@ def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays,
     Raises:
       ValueError: the strategy is "halo", and it does not support the call.
     """
+    if layout.name == DOCUMENTS:
+        return "ring", "ring"
     against_halo = _reason_against_halo(layout, arrays)
     if strategy == "halo" and against_halo is not None:
         raise ValueError(against_halo)
@@ -197,18 +212,55 @@ def _may_be_by_heads(mask: Mask | None) -> bool:
         return False
 
 
-def layout_of(
-    name: str | None, devices: int, length: int, left: int | None, right: int | None, *, is_free: bool
-) -> Layout:
+def _document_steps(layout: Any) -> DocumentSteps:
+    """The DocumentSteps of a layout that is no str. Raises TypeError for another type than DocumentLayout."""
+    found = layout.steps if isinstance(layout, DocumentLayout) else layout
+    if not isinstance(found, DocumentSteps):
+        raise TypeError(f"layout: got {type(layout).__name__}, want a str, a DocumentLayout, its `steps`, or None")
+    return found
+
+
+def _check_documents(ids: Any, given: dict[str, Any], strategy: str) -> None:
+    """Raises an error for arguments that the layout "documents" does not support.
+
+    ids: the argument segment_ids. given: the values of other arguments, by name. All have to be None.
+    """
+    if ids is None:
+        raise ValueError("segment_ids: got None with layout='documents', want DocumentLayout.segment_ids of the tokens")
+    if getattr(ids, "dtype", None) != jnp.int32:
+        kind = getattr(ids, "dtype", type(ids).__name__)
+        raise TypeError(f"segment_ids: got {kind} with layout='documents', want the int32 of DocumentLayout")
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}: got {_short(value)} with layout='documents', want None")
+    if strategy not in ("ring", "auto"):
+        raise ValueError(f"strategy: got {strategy!r} with layout='documents', want 'ring' or 'auto'")
+
+
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, int | tuple | list) else type(value).__name__
+
+
+def layout_of(name: Any, devices: int, length: int, left: int | None, right: int | None, *, is_free: bool) -> Layout:
     """The checked Layout of ring_attention. Raises ValueError for an unknown name, or a length that does not fit.
 
-    name: None chooses "zigzag", or "contiguous" if is_free. length: the tokens of one device. left, right: the limits
-    of the mask, None for no limit. is_free: whether the order of the tokens has no effect on the result.
+    name: a name, or DocumentSteps; None chooses "zigzag", or "contiguous" if is_free. length: the tokens of one device.
+    left, right: the limits of the mask, None for no limit. is_free: whether the order of the tokens has no effect on
+    the result.
     """
     name = ("contiguous" if is_free else "zigzag") if name is None else name
-    if name not in LAYOUTS:
-        raise ValueError(f"layout: got {name!r}, want one of {', '.join(map(repr, LAYOUTS))}, or None")
+    documents = name if isinstance(name, DocumentSteps) else None
+    if documents is not None and (documents.devices, documents.length) != (devices, length):
+        raise ValueError(
+            f"layout: got documents for {documents.devices} devices with {documents.length} tokens each, want "
+            f"{devices} devices with {length} tokens each"
+        )
+    name = DOCUMENTS if documents is not None else name
+    if name not in (*LAYOUTS, DOCUMENTS):
+        names = ", ".join(map(repr, (*LAYOUTS, DOCUMENTS)))
+        raise ValueError(f"layout: got {name!r}, want one of {names}, a DocumentLayout, or None")
     if name == "zigzag" and length % 2:
         raise ValueError(f"query: got {length} tokens on each device with layout='zigzag', want an even number")
-    # One device has all tokens in sequence order.
-    return Layout(name="contiguous" if devices == 1 else name, devices=devices, length=length, left=left, right=right)
+    # One device has all tokens of each document, in sequence order.
+    name = "contiguous" if devices == 1 else name
+    return Layout(name=name, devices=devices, length=length, left=left, right=right, documents=documents)
