@@ -1,5 +1,6 @@
 """Checks and plans a call of ring_attention: its strategies, layout, mask and implementation."""
 
+import dataclasses
 import functools
 import operator
 from typing import Any
@@ -17,12 +18,11 @@ from jax_kernels.ops import checks
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.flash_attention import OP
-from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.layouts import DOCUMENTS, LAYOUTS, Layout, axis_size, not_an_axis
+from jax_kernels.ops.ring.planning.choose import chosen, predictions
 from jax_kernels.ops.ring.planning.documents import DocumentLayout, DocumentSteps
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.block_specs.specs import RingRow
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 __all__ = ["STRATEGIES", "layout_of", "prepare"]
@@ -116,14 +116,11 @@ def prepare(
         tokens=request.q_length,
         is_windowed=arrangement.limits["window"] is not None,
     )
-    strategies = "ring", "ring"
-    if not is_empty:
-        strategies = _strategies(strategy, row, arrangement, arrays, is_free=sends_ahead is None)
     call = RingCall(
         layout=arrangement,
         axis_name=axis_name,
-        strategy=strategies[0],
-        differentiated=strategies[1],
+        strategy="ring",
+        differentiated="ring",
         sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
         permutes_up_to=row.permutes_up_to,
         dead=() if mask is None else arrangement.dead_steps(joined_band(mask, *limits)),
@@ -131,34 +128,11 @@ def prepare(
         or (implementation is None and flash_attention.OP.choose(request).implementation == "xla"),
         options=tuple(options.items()),
     )
-    return call, arrays
-
-
-def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays, *, is_free: bool) -> tuple[str, str]:
-    """(strategy of a call, strategy of the call under differentiation): "auto" is replaced by a strategy.
-
-    strategy: the argument of ring_attention. row: the block spec of rings for this GPU and length. is_free: whether the
-    caller gave no sends_ahead, so that "auto" may choose another strategy than "ring".
-
-    Raises:
-      ValueError: the strategy is "halo", and it does not support the call.
-    """
-    if layout.name == DOCUMENTS:
-        return "ring", "ring"
-    against_halo = _reason_against_halo(layout, arrays)
-    if strategy == "halo" and against_halo is not None:
-        raise ValueError(against_halo)
-    if strategy != "auto":
-        return strategy, strategy
-    strategy = row.strategy
-    if (strategy == "halo" and (against_halo or not is_free)) or (
-        strategy == "all_gather" and layout.name == "striped"
-    ):
-        strategy = "ring"
-    is_short = strategy == "halo" and max(layout.left or 0, layout.right or 0) <= row.halo_share * layout.chunk
-    divides = layout.devices > 1 and arrays.key.shape[2] % layout.devices == 0
-    by_heads = is_free and divides and not is_short and arrays.bias is None and _may_be_by_heads(arrays.mask)
-    return strategy, row.differentiated if row.differentiated and by_heads else strategy
+    if is_empty:
+        return call, arrays
+    found = predictions(arrangement, arrays, len(call.steps), row.costs, is_free=sends_ahead is None)
+    strategy, differentiated = chosen(strategy, arrangement, arrays, found)
+    return dataclasses.replace(call, strategy=strategy, differentiated=differentiated, predictions=found), arrays
 
 
 def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
@@ -188,28 +162,6 @@ def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int)
             ids = jnp.broadcast_to(part.q_ids[:, layout.positions(index)], (batch, layout.length))
             return (functools.reduce(operator.and_, rest) if rest else None), ids
     return mask, None
-
-
-def _reason_against_halo(layout: Layout, arrays: RingArrays) -> str | None:
-    """The reason, in words for the user, why strategy="halo" does not support a call; None if it does."""
-    for name in ("mask", "score_mod", "bias"):
-        if getattr(arrays, name) is not None:
-            return f"{name}: got one with strategy='halo', want None, or another strategy"
-    return halo.reason_against(layout)
-
-
-def _may_be_by_heads(mask: Mask | None) -> bool:
-    """Whether "auto" may use "all_to_all" with this mask.
-
-    It may not if the mask cannot be restricted to some heads, or is known only pair by pair: a ring then evaluates
-    fewer pairs.
-    """
-    if mask is None:
-        return True
-    try:
-        return not mask.is_evaluated and mask.of_heads(0, 1) is not None
-    except NotImplementedError:
-        return False
 
 
 def _document_steps(layout: Any) -> DocumentSteps:

@@ -174,9 +174,9 @@ def ring_attention(
         device's tokens with "contiguous", half of them with "zigzag"; "striped" has none. "halo" takes no mask,
         score_mod or bias. "all_to_all": each device gets all tokens of some heads (Ulysses); the number of devices
         divides H and Hkv. "all_gather": each device gets all keys and values, and needs memory for them; only with
-        "zigzag" and "contiguous". "auto" follows the block specs of the GPU: "halo" if it supports the call and
-        sends_ahead is None, else "ring". Differentiated calls use "all_to_all" if the number of devices divides the
-        heads and sends_ahead is None; with a window of at most a quarter of a run they use "halo".
+        "zigzag" and "contiguous". "auto": the strategy with the least predicted time that supports the
+        call, by the costs in the block specs of the GPU; a differentiated call may have another strategy. With
+        sends_ahead it is "ring". `explain` has the predicted times.
       sends_ahead: the number of steps, 1 or more, by which a ring sends keys and values ahead of their step. Each
         further step takes memory for the keys and values of one more device, and gives a send the time of one more
         step. None follows the block specs: 1. Other strategies take only None.

@@ -9,6 +9,7 @@ from jax import lax
 
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.partial_results import Pair, Visitors
+from jax_kernels.ops.ring.planning.costs import Prediction
 from jax_kernels.ops.ring.steps import Step
 
 __all__ = ["RingArrays", "RingCall"]
@@ -43,7 +44,7 @@ class RingCall:
     sends_ahead: the number of steps by which keys are sent ahead of their step. permutes_up_to: the largest number of
     devices that exchange heads by permutes; more devices use all-to-alls. dead: the numbers of the steps that the mask
     leaves without a pair on all devices. by_xla: whether the steps run by XLA, so that JAX can differentiate them.
-    options: (name, value) of options of flash_attention.
+    options: (name, value) of options of flash_attention. predictions: of the time of each strategy.
     """
 
     layout: Layout
@@ -55,6 +56,7 @@ class RingCall:
     dead: tuple[int, ...] = ()
     by_xla: bool = False
     options: tuple[tuple[str, Any], ...]
+    predictions: tuple[Prediction, ...] = ()
 
     def sendable(self, arrays: RingArrays) -> Visitors:
         """The Visitors that this device sends: its keys, values and ids, without the tokens that no device needs."""
