@@ -124,7 +124,7 @@ def _all_to_all(sizes: Sizes, costs: RingCosts) -> tuple[float, float]:
 
 
 def _all_gather(sizes: Sizes, costs: RingCosts) -> tuple[float, float]:
-    """The all-gather, and in the backward the sum of all devices' float32 gradients, none of which hides."""
+    """The all-gather, and in the backward the sum of all devices' float32 gradients. Nothing hides them."""
     flops, devices = sizes.flops("all_gather", costs), sizes.layout.devices
     gather = sizes.key_bytes * (devices - 1) / costs.link
     rate = costs.halo_forward_flops if sizes.is_windowed else costs.all_gather_forward_flops
