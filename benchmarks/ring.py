@@ -37,7 +37,7 @@ from harness.workers import answer, run_cases
 from rich.console import Console
 from rich.table import Table
 
-from jax_kernels.ops.ring.layouts import LAYOUTS
+from jax_kernels.ops.ring.layouts import DOCUMENTS, LAYOUTS
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
 
 CONTENDERS = (*PARTS, "torch alltoall", "torch allgather")
@@ -68,7 +68,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nccl", action="store_true", help="sends by NCCL's kernels, without compiler_options")
     told = "tokens before a query that the query sees in the causal cases; 0 for all"
     parser.add_argument("--window", type=int, default=0, help=told)
-    parser.add_argument("--layout", default="zigzag", choices=LAYOUTS, help="of the causal cases")
+    parser.add_argument("--layout", default="zigzag", choices=(*LAYOUTS, DOCUMENTS), help="of the causal cases")
+    told = "comma list of the shares of packed documents in the tokens of the causal cases, such as 0.5,0.3,0.2"
+    parser.add_argument("--documents", default="", help=told)
     told = "the causal cases have their limits, and 128 global tokens, as a mask"
     parser.add_argument("--masked", action="store_true", help=told)
     told = "time the kernels of the first GPU in extra calls, by CUPTI: profile_ms of the rows"
@@ -89,6 +91,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         for name in ("devices", "tokens", "local_tokens", "long"):
             text = getattr(args, name)
             setattr(args, name, command_line.numbers(text) if text or name in ("devices", "tokens") else [])
+        args.documents = tuple(float(share) for share in args.documents.split(",") if share)
+        if min(args.documents, default=1) <= 0:
+            raise ValueError(f"documents: got {args.documents}, want numbers above 0")
+        if args.documents and (args.window or args.masked or args.torch):
+            raise ValueError("documents: got them with a window, a mask or torch, want none of these")
         args.mode = command_line.names("mode", args.mode, MODES)
         args.parts = command_line.names("parts", args.parts, PARTS)
         for tokens in args.tokens:
@@ -116,6 +123,7 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
             strategy=args.strategy,
             window=args.window if causal else 0,
             layout=args.layout,
+            documents=args.documents,
             is_masked=args.masked,
             has_profile=args.profile,
             sends_ahead=args.sends_ahead,
@@ -142,7 +150,7 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
 def read_cases() -> Iterator[RingCase]:
     for line in sys.stdin:
         fields = json.loads(line)
-        yield RingCase(**fields | {name: tuple(fields[name]) for name in ("modes", "parts")})
+        yield RingCase(**fields | {name: tuple(fields[name]) for name in ("modes", "parts", "documents")})
 
 
 def work(worker: str) -> int:

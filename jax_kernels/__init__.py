@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jax_kernels.ops.matmul.mlp import mlp as mlp
     from jax_kernels.ops.normalization.normalization import layer_norm as layer_norm
     from jax_kernels.ops.normalization.normalization import rms_norm as rms_norm
+    from jax_kernels.ops.ring.planning.documents import DocumentLayout as DocumentLayout
     from jax_kernels.ops.ring.ring_attention import ring_attention as ring_attention
     from jax_kernels.ops.ring.shard_sequence import shard_sequence as shard_sequence
     from jax_kernels.ops.ring.shard_sequence import unshard_sequence as unshard_sequence
@@ -102,6 +103,7 @@ _MODULES = {
         "layer_norm",
         "rms_norm",
     ),
+    "jax_kernels.ops.ring.planning.documents": ("DocumentLayout",),
     "jax_kernels.ops.ring.ring_attention": ("ring_attention",),
     "jax_kernels.ops.ring.shard_sequence": (
         "shard_sequence",

@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from harness.cases import DTYPES, Case, relative_error
 from harness.device_activity import DeviceActivity
 from harness.timing import Contender, alternate, host_timer, skipped, spread
-from jax_kernels import compiler_options, flash_attention, masks, ring_attention, shard_sequence
+from jax_kernels import DocumentLayout, compiler_options, flash_attention, masks, ring_attention, shard_sequence
+from jax_kernels.ops.ring.layouts import DOCUMENTS
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.sm90 import SM90
 
@@ -41,8 +43,9 @@ class RingCase:
     before a query that the query sees, under a causal mask; 0 for all. layout: of the causal cases. is_masked: whether
     a causal case has its limits as a mask, with 128 global tokens. sends_ahead: as in ring_attention; also the number
     of sends that XLA hides at a time. has_copies: whether sends are copies from GPU to GPU, by compiler_options.
-    permutes_up_to: the most devices that exchange heads by permutes; None for the block specs' number. has_profile:
-    whether CUPTI records the time of each kernel on the first GPU, in extra calls.
+    permutes_up_to: the most devices that exchange heads by permutes; None for the block specs' number. documents: the
+    shares of packed documents in the tokens of a causal case, in order; empty for one sequence. has_profile: whether
+    CUPTI records the time of each kernel on the first GPU, in extra calls.
     """
 
     devices: int
@@ -64,6 +67,7 @@ class RingCase:
     sends_ahead: int | None = None
     has_copies: bool = True
     permutes_up_to: int | None = None
+    documents: tuple[float, ...] = ()
     has_profile: bool = False
 
     @property
@@ -72,6 +76,32 @@ class RingCase:
             reach = masks.sliding_window(self.window, 0) if self.window else masks.causal()
             return {"mask": reach | masks.global_tokens(128)}
         return {"is_causal": self.causal, "window": (self.window, 0) if self.window else None}
+
+    @property
+    def ids(self) -> np.ndarray | None:
+        """int32 [1, tokens]: the document of each token; None without documents."""
+        if not self.documents or not self.causal:
+            return None
+        ends = np.rint(np.cumsum(self.documents) / sum(self.documents) * self.tokens)[:-1]
+        return np.searchsorted(ends, np.arange(self.tokens), side="right").astype(np.int32)[None]
+
+    @property
+    def live(self) -> float:
+        """The pairs that documents leave, over the pairs of one causal sequence."""
+        if self.ids is None:
+            return 1.0
+        lengths = np.bincount(self.ids[0]).astype(float)
+        return float((lengths * (lengths + 1)).sum() / (self.tokens * (self.tokens + 1)))
+
+    @property
+    def arrangement(self) -> Any:
+        """The layout of the case, as shard_sequence and ring_attention take it."""
+        if not self.causal:
+            return "contiguous"
+        if self.layout != DOCUMENTS:
+            return self.layout
+        ids = np.zeros((1, self.tokens), np.int32) if self.ids is None else self.ids
+        return DocumentLayout.of(ids, self.devices, heads=self.heads, head_dim=self.head_dim)
 
     def of_mode(self, mode: str) -> Case:
         """The same attention on one device."""
@@ -86,8 +116,8 @@ class RingCase:
 def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
     """A row of results.
 
-    tflops: TFLOP/s per device; the FLOPs are Case.flops, half of them for a causal mask. Cases with a window or a mask
-    have no tflops.
+    tflops: TFLOP/s per device; the FLOPs are Case.flops, half of them for a causal mask; with documents only the pairs
+    within a document count. Cases with a window or a mask have no tflops.
     """
     row = {
         "devices": case.devices,
@@ -99,7 +129,8 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
         "mode": mode,
         "strategy": case.strategy,
         "window": case.window,
-        "layout": _layout(case),
+        "layout": case.layout if case.causal else "contiguous",
+        "documents": case.documents if case.causal else (),
         "is_masked": case.is_masked and case.causal,
         "sends_ahead": case.sends_ahead,
         "has_copies": case.has_copies,
@@ -109,7 +140,7 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
     } | contender.findings
     row.pop("kernels_ms", None)
     if contender.times and not case.window and not case.is_masked:
-        row["tflops"] = case.of_mode(mode).tflops(spread(contender.times)["median"]) / case.devices
+        row["tflops"] = case.live * case.of_mode(mode).tflops(spread(contender.times)["median"]) / case.devices
     return row
 
 
@@ -140,7 +171,7 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
                 run = future.result()
                 memory[mode, contender.name] = _gigabytes(run)
                 start = time.perf_counter()
-                outputs = contender.start(functools.partial(_call, run, used), _layout(case))
+                outputs = contender.start(functools.partial(_call, run, used), str(case.arrangement))
                 if case.once:
                     contender.times.append((time.perf_counter() - start) * 1e3)
                 if case.check and contender.name == "ring":
@@ -198,19 +229,21 @@ def _normal(case: RingCase, sharding: Any) -> list[jax.Array]:
 
 def _inputs(case: RingCase, mesh: jax.sharding.Mesh) -> list[jax.Array]:
     arrays = _normal(case, jax.NamedSharding(mesh, TOKENS))
-    return [shard_sequence(x, mesh, "sequence", layout=_layout(case)) for x in arrays]
-
-
-def _layout(case: RingCase) -> str:
-    return case.layout if case.causal else "contiguous"
+    placed = [shard_sequence(x, mesh, "sequence", layout=case.arrangement) for x in arrays]
+    if isinstance(case.arrangement, DocumentLayout):
+        placed.append(jax.device_put(case.arrangement.ring_ids, jax.NamedSharding(mesh, jax.P())))
+    elif case.ids is not None:
+        placed.append(shard_sequence(case.ids, mesh, "sequence", layout=case.arrangement))
+    return placed
 
 
 def _on_one_device(case: RingCase, mesh: jax.sharding.Mesh, mode: str) -> list[jax.Array]:
     """The results of flash_attention in the order of the layout, sharded like the op's."""
-    attend = functools.partial(flash_attention, **case.limits, implementation=case.implementation)
+    ids = None if case.ids is None else jnp.asarray(case.ids)
+    attend = functools.partial(flash_attention, **case.limits, segment_ids=ids, implementation=case.implementation)
     arrays = _normal(case, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     results = jax.jit(_in_mode(attend, mode))(*arrays[: 3 if mode == "fwd" else 4])
-    return [shard_sequence(x, mesh, "sequence", layout=_layout(case)) for x in results]
+    return [shard_sequence(x, mesh, "sequence", layout=case.arrangement) for x in results]
 
 
 def _in_mode(attend: Callable[..., Any], mode: str) -> Callable[..., Any]:
@@ -226,15 +259,19 @@ def _in_mode(attend: Callable[..., Any], mode: str) -> Callable[..., Any]:
 def _program(case: RingCase, mesh: Any, mode: str, part: str, arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
     """The jitted program of a part, and its arguments."""
     attend = functools.partial(
-        ring_attention, axis_name="sequence", layout=_layout(case), strategy=case.strategy, **case.limits,
+        ring_attention, axis_name="sequence", layout=case.arrangement, strategy=case.strategy, **case.limits,
         sends_ahead=case.sends_ahead, implementation=case.implementation,
     )  # fmt: skip
-    given = arrays[: 3 if mode == "fwd" else 4]
-    shared = functools.partial(jax.shard_map, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS, check_vma=False)
-    body = _in_mode(attend, mode)
+    count = 3 if mode == "fwd" else 4
+    given = [*arrays[:count], *arrays[4:]]
+    specs = *[TOKENS] * count, *[jax.P() if case.layout == DOCUMENTS else TOKENS] * len(arrays[4:])
+    shared = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=TOKENS, check_vma=False)
+    of_ids = lambda ids: functools.partial(attend, segment_ids=ids[0]) if ids else attend
+    body = lambda *given: _in_mode(of_ids(given[count:]), mode)(*given[:count])
     if part == "communication":
         travels = _permutes(jax.make_jaxpr(shared(body))(*given).jaxpr)
         body, given = (lambda *x: _permuted(travels, x)), _travellers(travels, mesh)
+        shared = functools.partial(shared, in_specs=TOKENS)
     elif part == "compute":
         body = _with_copies(body)
     options = compiler_options(mesh) if case.has_copies else {}

@@ -207,3 +207,15 @@ def test_docs_table_follows_from_the_results():
         assert ", ".join(f"{x['send_ms']:.2f}" for x in of_links) == sends
         for told, x in zip(shares, of_links, strict=True):
             assert ", ".join(f"{100 * x[n]:.0f}" for n in ("8", "64", "512")) + " %" == told
+
+
+def test_documents_in_their_layout():
+    """On one device in this process: documents leave 40 % of the pairs, and the results are right."""
+    words = f"--devices 1 --tokens 32 --documents 0.5,0.3,0.2 --layout documents --mode fwd {WORDS}".split()
+    (case, full) = ring.cases(ring.arguments(words))
+    assert full.ids is None
+    assert case.live == pytest.approx((16 * 17 + 10 * 11 + 6 * 7) / (32 * 33))
+    (row,) = ring_cases.measure(dataclasses.replace(case, check=True))
+    assert (row["status"], row["documents"]) == ("ok", (0.5, 0.3, 0.2)), row["reason"]
+    assert row["error"] < 1e-2
+    assert row["tflops"] * row["median_ms"] == pytest.approx(case.live * 2 * 2 * 32 * 32 * 2 * 8 / 2 / 1e9)

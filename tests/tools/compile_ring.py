@@ -1,9 +1,9 @@
 """Compiles ring_attention for the H200s of one machine, without a GPU, and prints the overlap in its schedule, as JSON.
 
-    python tests/tools/compile_ring.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [sides] [masked]
+    python tests/tools/compile_ring.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [sides] [masked] [documents]
 
 MODE: "fwd" or "both". halo: with halos of neighbouring tokens, under a window of 1,024. sides: under a window of 6,000
-before and after each token. masked: under a mask as data.
+before and after each token. masked: under a mask as data. documents: three packed documents in a DocumentLayout.
 "beside": for each collective permute, the number of kernels that begin between its start and its end; 0 if none
 overlaps. "detached": arguments that a kernel changes in place, but that XLA passes as a part of another array.
 "temporary": MiB.
@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jax_kernels import masks, ring_attention
+from jax_kernels import DocumentLayout, masks, ring_attention
 from jax_kernels.dispatch import on_device
 from tests.tools import compile_case
 
@@ -37,13 +37,16 @@ def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | N
         options |= {"is_causal": False, "window": (6000, 6000)}
     if "masked" in words:
         options |= {"is_causal": False, "mask": masks.sliding_window(4096, 0) | masks.global_tokens(128)}
+    if "documents" in words:
+        ids = np.searchsorted([0.5, 0.8], np.arange(devices * LOCAL_TOKENS) / (devices * LOCAL_TOKENS), side="right")
+        options |= {"layout": DocumentLayout.of(ids, devices, heads=64)}  # with 16 heads no document is cut
     attend = functools.partial(ring_attention, axis_name="sequence", **options)
 
-    def both(query, key, value, dout):
-        out, vjp = jax.vjp(attend, query, key, value)
+    def both(query, key, value, dout, ids=None):
+        out, vjp = jax.vjp(functools.partial(attend, segment_ids=ids), query, key, value)
         return out, *vjp(dout)
 
-    forward = lambda query, key, value, dout: (attend(query, key, value),)
+    forward = lambda query, key, value, dout, ids=None: (attend(query, key, value, segment_ids=ids),)
     tokens = jax.P(None, "sequence")
     with on_device("h200") as info:
         topology = topologies.get_topology_desc(
@@ -54,14 +57,19 @@ def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | N
         shared = jax.shard_map(
             both if mode == "both" else forward,
             mesh=mesh,
-            in_specs=tokens,
+            in_specs=(*[tokens] * 4, *[jax.P()] * ("documents" in words)),
             out_specs=tokens,
             check_vma="check_vma" in words,
         )
         shape = 1, devices * LOCAL_TOKENS, 16, 128
         x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, tokens))
+        ids = (
+            [jax.ShapeDtypeStruct(shape[:2], jnp.int32, sharding=NamedSharding(mesh, jax.P()))]
+            if "documents" in words
+            else []
+        )
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            lowered = jax.jit(shared).lower(x, x, x, x)
+            lowered = jax.jit(shared).lower(x, x, x, x, *ids)
         # The number of sends that XLA overlaps at a time. Its default is one.
         limit = {"xla_gpu_experimental_parallel_collective_overlap_limit": sends_ahead}
         return lowered.compile(compiler_options=limit if sends_ahead else None)

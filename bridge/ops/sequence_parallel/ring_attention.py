@@ -18,6 +18,7 @@ from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.ops.ring import ring_attention as ops
 from jax_kernels.ops.ring import shard_sequence as orders
+from jax_kernels.ops.ring.planning.documents import DocumentLayout
 from jax_kernels.spelling import with_name_hints
 
 __all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
@@ -27,7 +28,7 @@ class _Options(TypedDict, total=False):
     """The keyword arguments of ring_attention except return_lse, for type checkers."""
 
     group: "dist.ProcessGroup | None"
-    layout: str | None
+    layout: str | DocumentLayout | None
     strategy: str
     sends_ahead: int | None
     mask: Mask | None
@@ -76,7 +77,7 @@ def ring_attention(
     value: torch.Tensor,
     *,
     group: "dist.ProcessGroup | None" = None,
-    layout: str | None = None,
+    layout: str | DocumentLayout | None = None,
     strategy: str = "auto",
     sends_ahead: int | None = None,
     mask: Mask | None = None,
@@ -109,7 +110,8 @@ def ring_attention(
         this process's tokens: a query attends only to keys with its id.
       layout: which tokens a process has. "zigzag": the sequence is cut into 2 n chunks for n processes, and process i
         has the chunks i and 2 n - 1 - i. "striped": every n-th token from i on. "contiguous": T consecutive tokens.
-        None: "zigzag" if the order of the tokens matters, else "contiguous".
+        None: "zigzag" if the order of the tokens matters, else "contiguous". A DocumentLayout, the same in all
+        processes, gives them equal work on packed documents, with its segment_ids; see jax_kernels.ring_attention.
       strategy: "ring" sends keys and values around; "halo" sends a window's neighbouring tokens; "all_to_all" gives
         each process all tokens of some heads; "all_gather" sends all keys to all processes. "auto" chooses.
       sends_ahead: the number of steps by which a ring sends keys and values ahead; None follows the block specs.
@@ -149,7 +151,7 @@ def ring_attention(
         bias = bias[(None,) * (4 - bias.ndim)]
         bias = bias.expand(-1, -1, query.shape[1], -1) if bias.shape[2] == 1 else bias
     options = {
-        "layout": layout,
+        "layout": layout.steps if isinstance(layout, DocumentLayout) else layout,
         "strategy": strategy,
         "sends_ahead": sends_ahead,
         "mask": mask,
@@ -182,7 +184,11 @@ _OP = SequenceParallelOperator(label="ring_attention", attend=_attend, known=_kn
 
 @plain_arguments
 def shard_sequence(
-    x: torch.Tensor, *, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag", axis: int = 1
+    x: torch.Tensor,
+    *,
+    group: "dist.ProcessGroup | None" = None,
+    layout: str | DocumentLayout = "zigzag",
+    axis: int = 1,
 ) -> torch.Tensor:
     """Returns this process's shard of a tensor that all processes hold whole: its tokens, in the layout's order.
 
@@ -191,19 +197,24 @@ def shard_sequence(
         twice the ranks.
       group: the torch.distributed process group whose ranks, in order, shard the sequence; None is all ranks.
       layout: with n ranks, rank i gets: "zigzag": chunks i and 2 n - 1 - i of 2 n chunks; "striped": every n-th token
-        from i on; "contiguous": chunk i of n. Pass the same layout to ring_attention.
+        from i on; "contiguous": chunk i of n; a DocumentLayout, the same in all processes: its rank's documents. Pass
+        the same layout to ring_attention.
 
     Raises:
-      ValueError: the layout is unknown, or the ranks do not divide the tokens.
+      ValueError: the layout is unknown or is for other sizes, or the ranks do not divide the tokens.
     """
     rank, count = dist.get_rank(group), dist.get_world_size(group)
-    order = torch.from_numpy(orders.order_of(count, layout, x.shape[axis])).to(x.device)
-    return x.index_select(axis, order.chunk(count)[rank])
+    order = torch.from_numpy(orders.order_for(x, count, layout, axis)).to(x.device)
+    return _taken(x, order.chunk(count, -1)[rank], axis)
 
 
 @plain_arguments
 def unshard_sequence(
-    x: torch.Tensor, *, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag", axis: int = 1
+    x: torch.Tensor,
+    *,
+    group: "dist.ProcessGroup | None" = None,
+    layout: str | DocumentLayout = "zigzag",
+    axis: int = 1,
 ) -> torch.Tensor:
     """Returns the whole tensor, in the order of the tokens, from the shards of all processes. It has no gradient.
 
@@ -213,5 +224,14 @@ def unshard_sequence(
     count = dist.get_world_size(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count)]
     dist.all_gather(parts, x.detach().contiguous(), group=group)
-    order = torch.from_numpy(orders.order_of(count, layout, count * x.shape[axis])).to(x.device)
-    return torch.cat(parts, axis).index_select(axis, order.argsort())
+    whole = torch.cat(parts, axis)
+    order = torch.from_numpy(orders.order_for(whole, count, layout, axis)).to(x.device)
+    return _taken(whole, order.argsort(-1), axis)
+
+
+def _taken(x: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
+    """x in this order along `axis`. order: [length], or [batch, length] with an order for each row of x."""
+    if order.ndim == 1:
+        return x.index_select(axis, order)
+    axis = axis % x.ndim - 1
+    return torch.stack([row.index_select(axis, of_row) for row, of_row in zip(x, order, strict=True)])

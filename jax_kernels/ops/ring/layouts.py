@@ -15,12 +15,14 @@ from jax_kernels.masks import Mask, sliding_window
 from jax_kernels.masks.limits import joined_band
 from jax_kernels.masks.placed_mask import Placed
 from jax_kernels.masks.restriction import position_of
+from jax_kernels.ops.ring.planning.documents import DocumentSteps
 from jax_kernels.score_mod.restriction import placed
 from jax_kernels.score_mod.trace import ScoreMod
 
-__all__ = ["LAYOUTS", "Chunks", "Layout", "Whole", "axis_size", "not_an_axis"]
+__all__ = ["DOCUMENTS", "LAYOUTS", "Chunks", "Layout", "Whole", "axis_size", "not_an_axis"]
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
+DOCUMENTS = "documents"  # the name of the layout of a DocumentLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,11 @@ class Layout:
 
     "contiguous": device i has the tokens from i * length on. "striped": device i has every devices-th token from i on.
     "zigzag": the sequence has 2 * devices chunks, and device i has chunks i and 2 * devices - 1 - i. All devices then
-    have equal work under a causal mask. left, right: a query at position p sees keys from p - left to p + right; None
-    is no limit on that side. A causal mask has right = 0.
+    have equal work under a causal mask. "documents": see DocumentLayout; the positions are in arrays, so the methods
+    that compute positions do not support it. left, right: a query at position p sees keys from p - left to p + right;
+    None is no limit on that side. A causal mask has right = 0.
+
+    documents: with "documents", the facts of the DocumentLayout; None if only arrays have them.
     """
 
     name: str
@@ -66,6 +71,7 @@ class Layout:
     length: int
     left: int | None
     right: int | None
+    documents: DocumentSteps | None = None
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -214,6 +220,8 @@ class Layout:
 
     def is_dead(self, step: int) -> bool:
         """Whether the layout's limits leave no pair of a query and a key in a step, on any device."""
+        if self.name == DOCUMENTS:
+            return step > 0 and self.documents is not None and step not in self.documents.steps
         if self.name == "striped":
             left, right = self._of_stripes(step)
             return left is not None and right is not None and left + right < 0
@@ -272,7 +280,10 @@ class Layout:
 
         index: this device's index, a traced number.
         Under a causal mask without a window, in each step but the first, a query sees all keys or no key of a chunk.
+        With "documents", `ids_of_step` replaces the causal limit of these steps.
         """
+        if self.name == DOCUMENTS:
+            return Whole(is_causal=step == 0 and self.right == 0)
         is_causal, window = self.window(step)
         if self.left is None and self.right is None:
             return Whole()
@@ -292,6 +303,29 @@ class Layout:
             q_offset = 0 if step == 0 else (index - source) * self.chunk
             return Whole(q_offset=q_offset, is_causal=is_causal, window=window)
         return None
+
+    @property
+    def shared(self) -> int:
+        """The number of a device's tokens, from its first on, whose keys and values other devices need."""
+        return self.length if self.documents is None else self.documents.shared
+
+    def ids_of_step(self, step: int, index: Any, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+        """The segment ids of a step's queries and keys, from the ids of both devices' tokens. -1 is no segment.
+
+        index: this device's index, a traced number.
+
+        With "documents" and a causal mask, a later device's queries of a document see all early keys of an earlier
+        device, and no late keys. An earlier device's late queries see all keys of a later device, its early queries see
+        none. So the queries and keys with a pair in a step see each other completely.
+        """
+        if self.name != DOCUMENTS:
+            return q_ids, kv_ids
+        q_ids, q_late, kv_ids, kv_late = q_ids >> 1, q_ids & 1, kv_ids >> 1, kv_ids & 1
+        if step == 0 or self.right != 0:
+            return q_ids, kv_ids
+        is_later = index > self.source(step, index)
+        sees, is_seen = is_later | (q_late == 1), jnp.logical_not(is_later) | (kv_late == 0)
+        return jnp.where(sees, q_ids, -1), jnp.where(is_seen, kv_ids, -1)
 
     def pairs(self, step: int, index: Any) -> list[Chunks]:
         """The pairs of chunks that the device `index` computes in a step, for all devices equally many.

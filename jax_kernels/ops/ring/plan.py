@@ -10,6 +10,7 @@ from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.planned_op import recorded_plans
 from jax_kernels.ops.ring import all_gather, all_to_all, halo
 from jax_kernels.ops.ring.partial_results import Pair, Visitors
+from jax_kernels.ops.ring.planning.costs import Prediction
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 
 __all__ = ["RingPlan", "plan_of"]
@@ -23,7 +24,7 @@ class RingPlan(Plan):
     or "all_gather". differentiated: the strategy of the call under differentiation. steps: (words for the keys that an
     attention takes, its plan) of all attentions of a device, in order. In step s of a ring, a device takes the keys of
     the device that is s before it. differentiated_steps: the same under differentiation. A call without a token or a
-    head has no step.
+    head has no step. predictions: the predicted time of each strategy, from the costs in the block specs.
 
     Only jax_kernels.analyze fills the other fields. work: each device's share of the pairs of a query and a key that
     the layout's limits leave. sent_bytes: the bytes that a device sends in a call without gradients.
@@ -37,6 +38,7 @@ class RingPlan(Plan):
     differentiated: str = ""
     steps: tuple[tuple[str, Plan], ...] = ()
     differentiated_steps: tuple[tuple[str, Plan], ...] = ()
+    predictions: tuple[Prediction, ...] = ()
     work: tuple[float, ...] = ()
     sent_bytes: float | None = None
     differentiated_work: tuple[float, ...] = ()
@@ -47,6 +49,9 @@ class RingPlan(Plan):
         lines += self._lines(f"strategy {self.strategy}", self.steps)
         if self.differentiated != self.strategy:
             lines += self._lines(f"with gradients strategy {self.differentiated}", self.differentiated_steps)
+        if self.predictions:
+            times = "; ".join(map(str, self.predictions))
+            lines.append(f"  predicted ms, forward and forward with backward: {times}")
         return "\n".join(lines + self.lines_of_others())
 
     def _lines(self, heading: str, steps: tuple[tuple[str, Plan], ...]) -> list[str]:
@@ -84,6 +89,7 @@ def plan_of(call: RingCall, arrays: RingArrays, checked: Plan | None) -> RingPla
         layout=call.layout.name,
         strategy=call.strategy,
         differentiated=call.differentiated,
+        predictions=call.predictions,
         steps=steps,
         differentiated_steps=differentiated,
     )
@@ -92,9 +98,9 @@ def plan_of(call: RingCall, arrays: RingArrays, checked: Plan | None) -> RingPla
 def _steps(call: RingCall, arrays: RingArrays) -> tuple[tuple[str, Plan], ...]:
     """(words for the keys of an attention, its plan) for each attention of a call."""
     if call.strategy == "ring":
-        visitors = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
+        own, sent = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids), call.sendable(arrays)
         steps = {number: call.step(number, arrays) for number in call.steps}
-        return tuple((f"step {number}", _plan(step.planned, visitors)) for number, step in steps.items())
+        return tuple((f"step {n}", _plan(step.planned, sent if n else own)) for n, step in steps.items())
     if call.strategy == "halo":
         return tuple((name, _plan(planned)) for name, planned in halo.planned_calls(call, arrays).items())
     if call.strategy == "all_to_all":

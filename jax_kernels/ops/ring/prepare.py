@@ -1,5 +1,6 @@
 """Checks and plans a call of ring_attention: its strategies, layout, mask and implementation."""
 
+import dataclasses
 import functools
 import operator
 from typing import Any
@@ -17,11 +18,11 @@ from jax_kernels.ops import checks
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.flash_attention import OP
-from jax_kernels.ops.ring import halo
-from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size, not_an_axis
+from jax_kernels.ops.ring.layouts import DOCUMENTS, LAYOUTS, Layout, axis_size, not_an_axis
+from jax_kernels.ops.ring.planning.choose import chosen, predictions
+from jax_kernels.ops.ring.planning.documents import DocumentLayout, DocumentSteps
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.block_specs.specs import RingRow
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 __all__ = ["STRATEGIES", "layout_of", "prepare"]
@@ -36,7 +37,7 @@ def prepare(
     value: Float[Array, "B T Hkv Dv"],
     *,
     axis_name: str,
-    layout: str | None,
+    layout: Any,
     strategy: str,
     scale: Any,
     softcap: float | None,
@@ -64,7 +65,19 @@ def prepare(
     }
     if isinstance(arguments.get("segment_ids"), tuple | list):
         raise TypeError("segment_ids: got a pair, want one array: queries and keys are of the same tokens")
-    if "segment_ids" in arguments:
+    if layout is not None and not isinstance(layout, str):
+        layout = _document_steps(layout)
+    of_documents, all_ids = isinstance(layout, DocumentSteps) or layout == DOCUMENTS, None
+    if of_documents:
+        given = {"mask": mask, "bias": bias, **{name: arguments.get(name) for name in ("window", "score_mod")}}
+        _check_documents(arguments.get("segment_ids"), given, strategy)
+        all_ids, length = arguments["segment_ids"], query.shape[1]
+        if devices > 1 and all_ids.shape[1:] == (devices * length,):
+            own = lax.axis_index(axis_name) * length
+            arguments["segment_ids"] = lax.dynamic_slice_in_dim(all_ids, own, length, 1)
+        else:
+            all_ids = None
+    if "segment_ids" in arguments and not of_documents:
         arguments["segment_ids"] = checks.ranked_over(axis_name, arguments["segment_ids"])
     request, inputs = check(FlashArguments(query=query, key=key, value=value, scale=scale, **options, **arguments))
     is_empty = 0 in (request.batch, request.q_length, request.heads)
@@ -94,8 +107,8 @@ def prepare(
     bias = checked_bias(bias, scores, query.dtype)
     if is_empty:  # no device computes anything
         OP.choose(request, implementation)  # raises for a name that cannot be served
-        ids = bias = None
-    arrays = RingArrays(query, key, value, ids, inputs.sinks, mask, inputs.score_mod, bias)
+        ids = bias = all_ids = None
+    arrays = RingArrays(query, key, value, ids, inputs.sinks, mask, inputs.score_mod, bias, all_ids)
     arrays = as_varying(arrays, varying_axes(arrays) | {axis_name})
     options = options | {"scale": scale}
     row = block_specs.ring_row(
@@ -103,14 +116,11 @@ def prepare(
         tokens=request.q_length,
         is_windowed=arrangement.limits["window"] is not None,
     )
-    strategies = "ring", "ring"
-    if not is_empty:
-        strategies = _strategies(strategy, row, arrangement, arrays, is_free=sends_ahead is None)
     call = RingCall(
         layout=arrangement,
         axis_name=axis_name,
-        strategy=strategies[0],
-        differentiated=strategies[1],
+        strategy="ring",
+        differentiated="ring",
         sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
         permutes_up_to=row.permutes_up_to,
         dead=() if mask is None else arrangement.dead_steps(joined_band(mask, *limits)),
@@ -118,32 +128,11 @@ def prepare(
         or (implementation is None and flash_attention.OP.choose(request).implementation == "xla"),
         options=tuple(options.items()),
     )
-    return call, arrays
-
-
-def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays, *, is_free: bool) -> tuple[str, str]:
-    """(strategy of a call, strategy of the call under differentiation): "auto" is replaced by a strategy.
-
-    strategy: the argument of ring_attention. row: the block spec of rings for this GPU and length. is_free: whether the
-    caller gave no sends_ahead, so that "auto" may choose another strategy than "ring".
-
-    Raises:
-      ValueError: the strategy is "halo", and it does not support the call.
-    """
-    against_halo = _reason_against_halo(layout, arrays)
-    if strategy == "halo" and against_halo is not None:
-        raise ValueError(against_halo)
-    if strategy != "auto":
-        return strategy, strategy
-    strategy = row.strategy
-    if (strategy == "halo" and (against_halo or not is_free)) or (
-        strategy == "all_gather" and layout.name == "striped"
-    ):
-        strategy = "ring"
-    is_short = strategy == "halo" and max(layout.left or 0, layout.right or 0) <= row.halo_share * layout.chunk
-    divides = layout.devices > 1 and arrays.key.shape[2] % layout.devices == 0
-    by_heads = is_free and divides and not is_short and arrays.bias is None and _may_be_by_heads(arrays.mask)
-    return strategy, row.differentiated if row.differentiated and by_heads else strategy
+    if is_empty:
+        return call, arrays
+    found = predictions(arrangement, arrays, len(call.steps), row.costs, is_free=sends_ahead is None)
+    strategy, differentiated = chosen(strategy, arrangement, arrays, found)
+    return dataclasses.replace(call, strategy=strategy, differentiated=differentiated, predictions=found), arrays
 
 
 def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
@@ -175,40 +164,55 @@ def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int)
     return mask, None
 
 
-def _reason_against_halo(layout: Layout, arrays: RingArrays) -> str | None:
-    """The reason, in words for the user, why strategy="halo" does not support a call; None if it does."""
-    for name in ("mask", "score_mod", "bias"):
-        if getattr(arrays, name) is not None:
-            return f"{name}: got one with strategy='halo', want None, or another strategy"
-    return halo.reason_against(layout)
+def _document_steps(layout: Any) -> DocumentSteps:
+    """The DocumentSteps of a layout that is no str. Raises TypeError for another type than DocumentLayout."""
+    found = layout.steps if isinstance(layout, DocumentLayout) else layout
+    if not isinstance(found, DocumentSteps):
+        raise TypeError(f"layout: got {type(layout).__name__}, want a str, a DocumentLayout, its `steps`, or None")
+    return found
 
 
-def _may_be_by_heads(mask: Mask | None) -> bool:
-    """Whether "auto" may use "all_to_all" with this mask.
+def _check_documents(ids: Any, given: dict[str, Any], strategy: str) -> None:
+    """Raises an error for arguments that the layout "documents" does not support.
 
-    It may not if the mask cannot be restricted to some heads, or is known only pair by pair: a ring then evaluates
-    fewer pairs.
+    ids: the argument segment_ids. given: the values of other arguments, by name. All have to be None.
     """
-    if mask is None:
-        return True
-    try:
-        return not mask.is_evaluated and mask.of_heads(0, 1) is not None
-    except NotImplementedError:
-        return False
+    if ids is None:
+        raise ValueError("segment_ids: got None with layout='documents', want DocumentLayout.segment_ids of the tokens")
+    if getattr(ids, "dtype", None) != jnp.int32:
+        kind = getattr(ids, "dtype", type(ids).__name__)
+        raise TypeError(f"segment_ids: got {kind} with layout='documents', want the int32 of DocumentLayout")
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}: got {_short(value)} with layout='documents', want None")
+    if strategy not in ("ring", "auto"):
+        raise ValueError(f"strategy: got {strategy!r} with layout='documents', want 'ring' or 'auto'")
 
 
-def layout_of(
-    name: str | None, devices: int, length: int, left: int | None, right: int | None, *, is_free: bool
-) -> Layout:
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, int | tuple | list) else type(value).__name__
+
+
+def layout_of(name: Any, devices: int, length: int, left: int | None, right: int | None, *, is_free: bool) -> Layout:
     """The checked Layout of ring_attention. Raises ValueError for an unknown name, or a length that does not fit.
 
-    name: None chooses "zigzag", or "contiguous" if is_free. length: the tokens of one device. left, right: the limits
-    of the mask, None for no limit. is_free: whether the order of the tokens has no effect on the result.
+    name: a name, or DocumentSteps; None chooses "zigzag", or "contiguous" if is_free. length: the tokens of one device.
+    left, right: the limits of the mask, None for no limit. is_free: whether the order of the tokens has no effect on
+    the result.
     """
     name = ("contiguous" if is_free else "zigzag") if name is None else name
-    if name not in LAYOUTS:
-        raise ValueError(f"layout: got {name!r}, want one of {', '.join(map(repr, LAYOUTS))}, or None")
+    documents = name if isinstance(name, DocumentSteps) else None
+    if documents is not None and (documents.devices, documents.length) != (devices, length):
+        raise ValueError(
+            f"layout: got documents for {documents.devices} devices with {documents.length} tokens each, want "
+            f"{devices} devices with {length} tokens each"
+        )
+    name = DOCUMENTS if documents is not None else name
+    if name not in (*LAYOUTS, DOCUMENTS):
+        names = ", ".join(map(repr, (*LAYOUTS, DOCUMENTS)))
+        raise ValueError(f"layout: got {name!r}, want one of {names}, a DocumentLayout, or None")
     if name == "zigzag" and length % 2:
         raise ValueError(f"query: got {length} tokens on each device with layout='zigzag', want an even number")
-    # One device has all tokens in sequence order.
-    return Layout(name="contiguous" if devices == 1 else name, devices=devices, length=length, left=left, right=right)
+    # One device has all tokens of each document, in sequence order.
+    name = "contiguous" if devices == 1 else name
+    return Layout(name=name, devices=devices, length=length, left=left, right=right, documents=documents)

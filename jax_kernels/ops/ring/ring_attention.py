@@ -21,6 +21,7 @@ from jax_kernels.ops.ring import vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention
 from jax_kernels.ops.ring.plan import RingPlan, plan_of
+from jax_kernels.ops.ring.planning.documents import DocumentLayout, DocumentSteps
 from jax_kernels.ops.ring.prepare import STRATEGIES, prepare
 from jax_kernels.ops.ring.recorded import recorded
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
@@ -44,13 +45,13 @@ def ring_attention(
     value: Float[Array, "B T Hkv Dv"],
     *,
     axis_name: str,
-    layout: str | None = ...,
+    layout: str | DocumentLayout | DocumentSteps | None = ...,
     strategy: str = ...,
     sends_ahead: int | None = ...,
     mask: Mask | None = ...,
     is_causal: bool = ...,
     window: int | tuple[int, int] | None = ...,
-    segment_ids: Integer[Array, "B T"] | None = ...,
+    segment_ids: Integer[Array, "B _"] | None = ...,
     sinks: Float[Array, " H"] | None = ...,
     score_mod: ScoreModFunction | ScoreMod | None = ...,
     bias: Float[Array, "*#BHTS"] | None = ...,
@@ -68,13 +69,13 @@ def ring_attention(
     value: Float[Array, "B T Hkv Dv"],
     *,
     axis_name: str,
-    layout: str | None = ...,
+    layout: str | DocumentLayout | DocumentSteps | None = ...,
     strategy: str = ...,
     sends_ahead: int | None = ...,
     mask: Mask | None = ...,
     is_causal: bool = ...,
     window: int | tuple[int, int] | None = ...,
-    segment_ids: Integer[Array, "B T"] | None = ...,
+    segment_ids: Integer[Array, "B _"] | None = ...,
     sinks: Float[Array, " H"] | None = ...,
     score_mod: ScoreModFunction | ScoreMod | None = ...,
     bias: Float[Array, "*#BHTS"] | None = ...,
@@ -92,13 +93,13 @@ def ring_attention(
     value: Float[Array, "B T Hkv Dv"],
     *,
     axis_name: str,
-    layout: str | None = ...,
+    layout: str | DocumentLayout | DocumentSteps | None = ...,
     strategy: str = ...,
     sends_ahead: int | None = ...,
     mask: Mask | None = ...,
     is_causal: bool = ...,
     window: int | tuple[int, int] | None = ...,
-    segment_ids: Integer[Array, "B T"] | None = ...,
+    segment_ids: Integer[Array, "B _"] | None = ...,
     sinks: Float[Array, " H"] | None = ...,
     score_mod: ScoreModFunction | ScoreMod | None = ...,
     bias: Float[Array, "*#BHTS"] | None = ...,
@@ -119,13 +120,13 @@ def ring_attention(
     value: Float[Array, "B T Hkv Dv"],
     *,
     axis_name: str,
-    layout: str | None = None,
+    layout: str | DocumentLayout | DocumentSteps | None = None,
     strategy: str = "auto",
     sends_ahead: int | None = None,
     mask: Mask | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
-    segment_ids: Integer[Array, "B T"] | None = None,
+    segment_ids: Integer[Array, "B _"] | None = None,
     sinks: Float[Array, " H"] | None = None,
     score_mod: ScoreModFunction | ScoreMod | None = None,
     bias: Float[Array, "*#BHTS"] | None = None,
@@ -164,15 +165,18 @@ def ring_attention(
       layout: "zigzag" (the sequence has 2 n chunks and device i of n has chunks i and 2 n - 1 - i; T is even),
         "striped" (every n-th token from i on) or "contiguous". Under a causal mask the first two give all devices equal
         work. None is "zigzag", as in shard_sequence; but "contiguous" if the order of the tokens has no effect, i.e.
-        without is_causal, window, mask, bias and score_mod.
+        without is_causal, window, mask, bias and score_mod. A DocumentLayout gives the devices equal work on packed
+        documents: steps in which no document is shared are skipped, and only keys of cut documents are sent. Its
+        `steps` is the same in a hashable form. "documents" is any DocumentLayout: nothing is skipped. These three need
+        the DocumentLayout's segment_ids and strategy "ring" or "auto", without mask, window, score_mod and bias.
       strategy: "ring": as above. "halo": under a window, each device gets only the keys and values of its neighbours
         that the window reaches. On both sides, the window may reach at most one run of tokens. A run is all of a
         device's tokens with "contiguous", half of them with "zigzag"; "striped" has none. "halo" takes no mask,
         score_mod or bias. "all_to_all": each device gets all tokens of some heads (Ulysses); the number of devices
         divides H and Hkv. "all_gather": each device gets all keys and values, and needs memory for them; only with
-        "zigzag" and "contiguous". "auto" follows the block specs of the GPU: "halo" if it supports the call and
-        sends_ahead is None, else "ring". Differentiated calls use "all_to_all" if the number of devices divides the
-        heads and sends_ahead is None; with a window of at most a quarter of a run they use "halo".
+        "zigzag" and "contiguous". "auto": the strategy with the least predicted time that supports the
+        call, by the costs in the block specs of the GPU; a differentiated call may have another strategy. With
+        sends_ahead it is "ring". `explain` has the predicted times.
       sends_ahead: the number of steps, 1 or more, by which a ring sends keys and values ahead of their step. Each
         further step takes memory for the keys and values of one more device, and gives a send the time of one more
         step. None follows the block specs: 1. Other strategies take only None.
@@ -188,7 +192,8 @@ def ring_attention(
         order, columns for all S keys in sequence order; shard_sequence(bias, ..., axis=2) returns this form. "auto"
         uses the ring.
       segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding. Other
-        integers are taken as in flash_attention; traced ids that may not fit int32 cost an all-gather of the ids.
+        integers are taken as in flash_attention; traced ids that may not fit int32 cost an all-gather of the ids. With
+        documents also [B, S], DocumentLayout.ring_ids, the same on all devices: then no ids are sent.
       return_lse, deterministic, precision, implementation: as in flash_attention.
 
     Returns:

@@ -4,9 +4,12 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.partial_results import Pair, Visitors
+from jax_kernels.ops.ring.planning.costs import Prediction
 from jax_kernels.ops.ring.steps import Step
 
 __all__ = ["RingArrays", "RingCall"]
@@ -17,7 +20,8 @@ class RingArrays(NamedTuple):
 
     query, key, value: [B, T, heads, D], this device's tokens. segment_ids: [B, T] int32. sinks: [1, H] float32. mask
     (a Mask) and score_mod (a ScoreMod) are of the whole sequence. bias: [B or 1, H or 1, T or 1, S or 1], rows for the
-    device's queries, columns for all keys in sequence order.
+    device's queries, columns for all keys in sequence order. all_ids: int32 [B, S], the segment ids of all devices, in
+    the order of the devices; None if ids travel with their keys.
     """
 
     query: Any
@@ -28,6 +32,7 @@ class RingArrays(NamedTuple):
     mask: Any = None
     score_mod: Any = None
     bias: Any = None
+    all_ids: Any = None
 
 
 @jax.tree_util.register_static
@@ -39,7 +44,7 @@ class RingCall:
     sends_ahead: the number of steps by which keys are sent ahead of their step. permutes_up_to: the largest number of
     devices that exchange heads by permutes; more devices use all-to-alls. dead: the numbers of the steps that the mask
     leaves without a pair on all devices. by_xla: whether the steps run by XLA, so that JAX can differentiate them.
-    options: (name, value) of options of flash_attention.
+    options: (name, value) of options of flash_attention. predictions: of the time of each strategy.
     """
 
     layout: Layout
@@ -51,6 +56,19 @@ class RingCall:
     dead: tuple[int, ...] = ()
     by_xla: bool = False
     options: tuple[tuple[str, Any], ...]
+    predictions: tuple[Prediction, ...] = ()
+
+    def sendable(self, arrays: RingArrays) -> Visitors:
+        """The Visitors that this device sends: its keys, values and ids, without the tokens that no device needs."""
+        some = lambda x: x if x is None or self.layout.shared == x.shape[1] else x[:, : self.layout.shared]
+        ids = None if arrays.all_ids is not None else some(arrays.segment_ids)
+        return Visitors(Pair.of(some(arrays.key), some(arrays.value)), ids)
+
+    def of_all_tokens(self, gradients: Pair) -> Pair:
+        """The gradients of all of this device's keys and values, from the gradients of the keys that it sent."""
+        more = self.layout.length - self.layout.shared
+        pad = lambda x: jnp.pad(x, [(0, more if axis == x.ndim - 3 else 0) for axis in range(x.ndim)])
+        return jax.tree.map(pad, gradients) if more else gradients
 
     def shifted(self, tree: Any, by: int) -> Any:
         """The tree of the device that is `by` devices before this one in the ring. tree: this device's arrays."""
@@ -95,6 +113,7 @@ class RingCall:
             index=self.index,
             query=arrays.query,
             q_ids=arrays.segment_ids,
+            all_ids=arrays.all_ids,
             mask=arrays.mask,
             score_mod=arrays.score_mod,
             bias=arrays.bias,

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_kernels.inputs.attention import AttentionGradients, FlashArguments, HeadView
 from jax_kernels.ops.attention.flash_attention import prepare
@@ -35,7 +36,8 @@ class Step:
     """One step of a ring: the attention of a device's queries to the keys of the device that is `number` before it.
 
     index: this device's index along the mesh axis, a traced number. query: [B, T, H, D], of this device. q_ids: [B, T],
-    the queries' segment ids. mask, score_mod: of the whole sequence. bias: [B or 1, H or 1, T or 1, S or 1], rows for
+    the queries' segment ids. all_ids: [B, S], the ids of all devices, in the order of the devices; None if a step's
+    Visitors have their ids. mask, score_mod: of the whole sequence. bias: [B or 1, H or 1, T or 1, S or 1], rows for
     this device's queries, columns for all S keys in sequence order. Each is None if absent. options: of
     flash_attention, by name.
     """
@@ -46,6 +48,7 @@ class Step:
     query: jax.Array
     q_ids: Any
     options: dict[str, Any]
+    all_ids: Any = None
     mask: Any = None
     score_mod: Any = None
     bias: Any = None
@@ -177,20 +180,27 @@ class Step:
 
     def _prepared(self, query: Any, visitors: Visitors, q_ids: Any, whole: Whole, **given: Any) -> tuple[Any, Any]:
         """(AttentionCall, AttentionInputs) of a call with the limits of `whole`. given: mask, score_mod and bias."""
-        ids = visitors.segment_ids
+        ids = self._key_ids(visitors)
         arguments = FlashArguments(
             query=query,
             key=visitors.pair.key,
             value=visitors.pair.value,
             is_causal=whole.is_causal,
             window=whole.window,
-            segment_ids=None if ids is None else (q_ids, ids),
+            segment_ids=None if ids is None else self.layout.ids_of_step(self.number, self.index, q_ids, ids),
             q_offset=whole.q_offset,
             return_lse=True,
             **given,
             **self.options,
         )
         return prepare(arguments)
+
+    def _key_ids(self, visitors: Visitors) -> Any:
+        """int32 [B, S']: the segment ids of the step's keys, or None."""
+        if self.all_ids is None:
+            return visitors.segment_ids
+        first = self.layout.source(self.number, self.index) * self.layout.length
+        return lax.dynamic_slice_in_dim(self.all_ids, first, visitors.pair.key.shape[1], 1)
 
     def _pairs(self, visitors: Visitors) -> tuple[list[Chunks], Any, Any]:
         """(the step's pairs of chunks, the AttentionCall that has them as its batch, its AttentionInputs).

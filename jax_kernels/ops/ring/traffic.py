@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.layouts import DOCUMENTS, Layout
 from jax_kernels.tracing.jaxprs import jaxprs_in_params
 
 __all__ = ["pairs_of_devices", "sent_bytes", "work_shares"]
@@ -29,6 +29,9 @@ def pairs_of_devices(layout: Layout, strategy: str) -> tuple[float, ...]:
     With "all_to_all" a device has a part of the heads for all tokens, else all heads for its own tokens.
     """
     length = layout.devices * layout.length
+    if layout.name == DOCUMENTS:  # the positions are data; the documents can only leave fewer pairs
+        all_pairs = length * (length + 1) / 2 if layout.right == 0 else float(length) ** 2
+        return (all_pairs / layout.devices,) * layout.devices
 
     def pairs(device: int) -> float:
         positions = layout.tokens(device)

@@ -55,7 +55,7 @@ def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
     numbers: list[int] = call.steps
     total: Any = None
     visitors: Any = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
-    sendable: Any = Visitors(Pair.of(arrays.key, arrays.value), arrays.segment_ids)
+    sendable: Any = call.sendable(arrays)
     coming: list[Any] = []  # the visitors of later steps that are already sent
     for at, number in enumerate(numbers):
         coming += call.sent(at, sendable)
@@ -149,12 +149,13 @@ def gradients(
     if arrays.sinks is not None:
         share = jnp.exp(arrays.sinks[..., None] - terms[0] - (0 if lse_lo is None else lse_lo))
         dsinks = -jnp.sum(share * terms[1], axis=(0, 2))[None]
-    of_ids = None if arrays.segment_ids is None else jnp.zeros(arrays.segment_ids.shape, jax.dtypes.float0)
+    no_gradient = lambda ids: None if ids is None else jnp.zeros(ids.shape, jax.dtypes.float0)
     return RingArrays(
         query=(dquery * call.scale).astype(arrays.query.dtype),
         key=dkey.astype(arrays.key.dtype),
         value=dvalue.astype(arrays.value.dtype),
-        segment_ids=of_ids,
+        segment_ids=no_gradient(arrays.segment_ids),
+        all_ids=no_gradient(arrays.all_ids),
         sinks=dsinks,
         score_mod=dmod,
         bias=dbias,
@@ -186,7 +187,7 @@ def _gradients(call: RingCall, arrays: RingArrays, backward: BackwardInputs) -> 
         return dquery, of_mine.key, of_mine.value
     share = key.dtype.itemsize / (key.dtype.itemsize + 4)
     own_parts: list[Any] = own.in_parts(mine, share)
-    coming = call.sent(0, Visitors(Pair.of(key, value), ids))
+    coming = call.sent(0, call.sendable(arrays))
     dquery, of_mine = own.gradients(mine, backward, dquery, own_parts[0] if own_parts else None)
     (dquery, of_mine), visitors = lax.optimization_barrier(((dquery, of_mine), coming.pop(0)))
     travelling, at = None, 0
@@ -214,7 +215,7 @@ def _gradients(call: RingCall, arrays: RingArrays, backward: BackwardInputs) -> 
         dquery, of_rest = own.gradients(mine, backward, dquery, own_parts[1])
         (dquery, of_rest), home = lax.optimization_barrier(((dquery, of_rest), home))
         of_mine = _joined([of_mine, of_rest])
-    home = jax.tree.map(jnp.add, home, of_mine)
+    home = jax.tree.map(jnp.add, call.of_all_tokens(home), of_mine)
     return dquery, home.key, home.value
 
 

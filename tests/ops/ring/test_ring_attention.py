@@ -4,6 +4,7 @@ As a script it prints, for each case, the errors of out, lse, dq, dk, dv and dsi
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import sys
@@ -20,7 +21,7 @@ from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.partial_results import Pair
 from jax_kernels.ops.ring.steps import Step
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.block_specs.specs import RingRow
+from jax_kernels.pallas.block_specs.sm90 import SM90
 from tests.support.cases import rings, tiers
 from tests.support.processes import cpu_devices
 
@@ -124,7 +125,7 @@ def run_case(devices, layout, options):
             return run_case(devices, layout, {name: x for name, x in options.items() if name != "tile"})
     if "permutes_up_to" in options:
         options = dict(options)
-        row = RingRow(strategy="ring", permutes_up_to=options.pop("permutes_up_to"))
+        row = dataclasses.replace(SM90.ring[0], permutes_up_to=options.pop("permutes_up_to"))
         with block_specs.replaced_tables((9, 0), ring=(row,)):
             return run_case(devices, layout, options)
     options = dict(options)

@@ -21,6 +21,7 @@ from tests.tools import compile_case
         pytest.param(4, "both", ("halo",), [1] * 2, marks=pytest.mark.slow),
         pytest.param(4, "both", ("halo", "sides"), [0, 2, 1, 1], marks=pytest.mark.slow),
         pytest.param(2, "both", ("masked",), [1] * 3, marks=pytest.mark.slow),
+        pytest.param(2, "both", ("documents",), [1] * 3, marks=pytest.mark.slow),
         pytest.param(4, "both", ("2",), [1, 2, 2, 1, 2, 1, 1, 1, 1], marks=pytest.mark.slow),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else None,
@@ -33,6 +34,7 @@ def test_sends_overlap_kernels(devices, mode, words, beside):
     assert found["beside"] == beside
     assert not found["detached"]
     assert set(compiled.mosaic) >= {"attention_forward_sm90_mosaic_gpu_kernel"}
+    most = 32 if "documents" in words else 0  # four addresses of a backward with segment ids
     for name, figures in compiled.mosaic.items():
-        assert figures["spill_stores"] == figures["spill_loads"] == 0, name
+        assert max(figures["spill_stores"], figures["spill_loads"]) <= most, name
         assert not figures["notes"], name

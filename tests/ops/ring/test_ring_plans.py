@@ -1,5 +1,6 @@
 """The plan of a ring: its strategy, its sends ahead, the residuals that a policy keeps, its kernels' blocks."""
 
+import dataclasses
 import functools
 import re
 
@@ -15,18 +16,20 @@ from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
 from jax_kernels.ops.ring.steps import Step
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.sm90 import SM90
 from jax_kernels.pallas.block_specs.specs import RingRow
 
 MESH = jax.make_mesh((1,), ("sequence",), (jax.sharding.AxisType.Auto,))
 X = jnp.ones((1, 6, 4, 8))
 
 
-def test_block_specs_choose_the_strategy_by_size():
-    """Strategy "auto" takes the row for its tokens and its window. An explicit strategy or number of sends wins."""
+def test_block_specs_choose_the_sends_ahead():
+    """Strategy "auto" takes a strategy that supports the call. An explicit strategy or number of sends wins."""
+    costs = SM90.ring[0].costs
     rows = (
-        RingRow(strategy="all_gather", max_tokens=4, is_windowed=False),
-        RingRow(strategy="ring", sends_ahead=3, max_tokens=6),
-        RingRow(strategy="halo"),
+        RingRow(costs=dataclasses.replace(costs, all_gather_start=1e-9), max_tokens=4, is_windowed=False),
+        RingRow(costs=costs, sends_ahead=3, max_tokens=6),
+        RingRow(costs=dataclasses.replace(costs, halo_start=1e-9, all_to_all_start=1.0)),
     )
     two = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
 
@@ -41,7 +44,7 @@ def test_block_specs_choose_the_strategy_by_size():
 
     with block_specs.replaced_tables((9, 0), ring=rows):
         assert chosen(4) == ("all_gather", 1)
-        assert chosen(4, window=(1, 1)) == chosen(6) == ("ring", 3)
+        assert chosen(6) == ("ring", 3)
         assert chosen(4, layout="striped") == ("ring", 1)
         assert chosen(8) == chosen(8, window=(5, 2)) == chosen(8, window=(-1, 2)) == ("ring", 1)
         assert chosen(8, window=(4, 2)) == chosen(8, window=(8, 2), layout="contiguous") == ("halo", 1)
@@ -50,30 +53,24 @@ def test_block_specs_choose_the_strategy_by_size():
         assert chosen(8, window=(4, 2), mask=masks.global_tokens(2)) == ("ring", 1)
         assert chosen(6, strategy="all_gather")[0] == "all_gather"
         assert chosen(6, sends_ahead=2) == ("ring", 2)
-    with pytest.raises(ValueError, match=r"self.strategy='all_to_all' must be 'ring', 'halo' or 'all_gather'"):
-        RingRow(strategy="all_to_all")
-    with pytest.raises(ValueError, match=r"self.differentiated='ring' must be 'all_to_all' or None"):
-        RingRow(strategy="ring", differentiated="ring")
-    with pytest.raises(ValueError, match=r"self.halo_share=2 must be 0 to 1"):
-        RingRow(strategy="halo", halo_share=2)
     with pytest.raises(ValueError, match=r"self.permutes_up_to=-1 must be 0 or more"):
-        RingRow(strategy="ring", permutes_up_to=-1)
+        RingRow(costs=costs, permutes_up_to=-1)
 
 
 @pytest.mark.parametrize(
     ("options", "kv_heads", "permutes"),
     [
-        ({}, 2, (1, 9)),
+        ({}, 16, (1, 9)),
         ({}, 1, (1, 3)),
-        ({"window": (4, 0)}, 2, (2, 4)),
-        ({"mask": masks.sliding_window(4, 0)}, 2, (2, 4)),
-        ({"window": (4, 0), "strategy": "ring"}, 2, (1, 3)),
-        ({"window": (5, 0)}, 2, (2, 9)),
-        ({"window": (5, 0)}, 1, (2, 4)),
-        ({"window": (17, 0)}, 2, (1, 9)),
-        ({"sends_ahead": 1}, 2, (1, 3)),
-        ({"strategy": "ring"}, 2, (1, 3)),
-        ({"strategy": "all_to_all"}, 2, (4, 8)),
+        ({"window": (1024, 0)}, 16, (2, 4)),
+        ({"mask": masks.sliding_window(1024, 0)}, 16, (2, 4)),
+        ({"window": (1024, 0), "strategy": "ring"}, 16, (1, 3)),
+        ({"window": (4096, 0)}, 16, (2, 9)),
+        ({"window": (4096, 0)}, 1, (2, 4)),
+        ({"window": (8193, 0)}, 16, (4, 8)),
+        ({"sends_ahead": 1}, 16, (1, 3)),
+        ({"strategy": "ring"}, 16, (1, 3)),
+        ({"strategy": "all_to_all"}, 16, (4, 8)),
     ],
 )
 def test_auto_shards_heads_of_differentiated_calls(options, kv_heads, permutes):
@@ -82,7 +79,7 @@ def test_auto_shards_heads_of_differentiated_calls(options, kv_heads, permutes):
     attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True, implementation="xla", **options)
     loss = lambda *tensors: attend(*tensors).sum(dtype=jnp.float32)
     gradients = jax.grad(loss, argnums=(0, 1, 2))
-    tokens, shapes = jax.P(None, "sequence"), [(1, 64, heads, 8) for heads in (4, kv_heads, kv_heads)]
+    tokens, shapes = jax.P(None, "sequence"), [(1, 32768, heads, 128) for heads in (16, kv_heads, kv_heads)]
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     found = []
     for function in (attend, gradients):
@@ -212,14 +209,18 @@ def plan_on(devices, tokens=4096, *, kv_heads=16, gpu="h200", **arguments):
     ("arguments", "strategies", "steps"),
     [
         ({"is_causal": True}, ("ring", "all_to_all"), [f"step {i}" for i in range(4)]),
-        ({"is_causal": True, "kv_heads": 2}, ("ring", "ring"), [f"step {i}" for i in range(4)]),
+        ({"is_causal": True, "kv_heads": 2, "tokens": 16384}, ("ring", "ring"), [f"step {i}" for i in range(4)]),
         ({"window": (100, 0)}, ("halo", "halo"), ["own keys", "128 keys before each run"]),
         (
             {"window": (300, 7), "strategy": "halo"},
             ("halo", "halo"),
             ["own keys", "384 keys before each run", "128 keys after each run"],
         ),
-        ({"window": (5000, 0), "layout": "contiguous"}, ("ring", "all_to_all"), ["step 0", "step 1", "step 2"]),
+        (
+            {"window": (5000, 0), "kv_heads": 2, "sends_ahead": 1},
+            ("ring", "ring"),
+            ["step 0", "step 1", "step 2", "step 3"],
+        ),
         ({"strategy": "all_to_all"}, ("all_to_all", "all_to_all"), ["all keys of a device's heads"]),
         (
             {"strategy": "all_gather", "is_causal": True},

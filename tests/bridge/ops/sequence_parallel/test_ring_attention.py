@@ -52,8 +52,9 @@ def check(layout, is_causal, ids, sinks, **options):
     shard = lambda x, axis=1: None if x is None else bridge.shard_sequence(x, layout=layout, axis=axis)
     mine = [shard(x).requires_grad_() for x in (query, key, value)]
     my_sinks = None if sinks is None else sinks.clone().requires_grad_()
+    my_ids = shard(ids if isinstance(layout, str) else torch.from_numpy(layout.segment_ids))
     got, got_lse = bridge.ring_attention(
-        *mine, layout=layout, is_causal=is_causal, segment_ids=shard(ids), sinks=my_sinks, return_lse=True, **options
+        *mine, layout=layout, is_causal=is_causal, segment_ids=my_ids, sinks=my_sinks, return_lse=True, **options
     )
     torch.autograd.backward([got, got_lse], [shard(dout), shard(dlse, 2)])
     close = lambda a, b: torch.testing.assert_close(a, b.float(), rtol=0, atol=2e-6)
@@ -73,6 +74,12 @@ if is_whole:
     check("zigzag", True, ids, sinks, strategy="halo", window=(3, 0))
     check("zigzag", True, None, None, strategy="all_gather")
     check("zigzag", True, ids, sinks, strategy="all_to_all")
+    from jax_kernels import DocumentLayout
+    lengths = torch.tensor([9, 4, 3])
+    of_rows = torch.stack([torch.repeat_interleave(torch.arange(3), x) for x in (lengths, lengths.flip(0))]).int()
+    documents = DocumentLayout.of(of_rows.numpy(), 2, heads=10**6)
+    assert documents.steps.steps == (1,), documents
+    check(documents, True, of_rows, sinks)
 # Successive calls that differ in one option's value.
 with torch.no_grad():
     mine = [bridge.shard_sequence(x) for x in (query, key, value)]
