@@ -99,6 +99,36 @@ class Limits:
             return 0
         return _clip(self.q_offset + q_index - self.left, 0, self.kv_length)
 
+    def keys_within(
+        self, first: jax.Array, end: jax.Array, q_start: Index, layout: RegisterLayout
+    ) -> tuple[jax.Array, jax.Array]:
+        """(first, end) of the keys of queries q_start, q_start + 1 ..., restricted to the limits.
+
+        first, end: int32, one value per query, in a register layout. If no key is left, end is at most first.
+        first_query is not applied.
+        """
+        position = lambda: self.q_offset + q_start + plgpu.broadcasted_iota(jnp.int32, first.shape, 0, layout=layout)
+        if self.left >= 0:
+            first = jnp.maximum(first, position() - self.left)
+        if self.right >= 0:
+            end = jnp.minimum(end, position() + (self.right + 1))
+        return first, end if isinstance(self.kv_length, int) else jnp.minimum(end, self.kv_length)
+
+    def queries_within(
+        self, first: jax.Array, end: jax.Array, kv_start: Index, layout: RegisterLayout
+    ) -> tuple[jax.Array, jax.Array]:
+        """(first, end) of the queries of keys kv_start, kv_start + 1 ..., restricted to the limits.
+
+        first, end: int32, one value per key, in a register layout. If no query is left, end is at most first.
+        first_query is not applied.
+        """
+        key = lambda: kv_start + plgpu.broadcasted_iota(jnp.int32, first.shape, 0, layout=layout)
+        if self.right >= 0:
+            first = jnp.maximum(first, key() - (self.q_offset + self.right))
+        if self.left >= 0:
+            end = jnp.minimum(end, key() + (self.left + 1 - self.q_offset))
+        return first, end if isinstance(self.kv_length, int) else jnp.where(key() < self.kv_length, end, first)
+
     def keep(
         self,
         shape: tuple[int, ...],
@@ -357,6 +387,7 @@ def limits(
 
 # Ids of queries and of keys that equal no other id.
 NO_QUERY, NO_KEY = -1, -2
+NOT_SORTED = 2**31 - 1  # the end of a span where ids are not sorted
 
 
 def segment_arrays(
@@ -391,6 +422,19 @@ def segment_ranges(
     past = ~full & (jnp.arange(full.shape[-1]) >= full_first[..., None])
     full_end = jnp.where(past.any(axis=-1), jnp.argmax(past, axis=-1), full.shape[-1])
     return jnp.stack([first, end, full_first, jnp.maximum(full_end, full_first)], axis=-1).astype(jnp.int32)
+
+
+def segment_spans(ids: Int32[Array, "B T"], other_ids: Int32[Array, "B S"]) -> Int32[Array, "B 2 T"]:
+    """For each id, (first, end) of the equal ids of the other side, which are consecutive if other_ids is sorted.
+
+    An id below 0 has (0, 0). other_ids is sorted if its ids from 0 on ascend, and ids below 0 come last. In batch
+    entries with other_ids that are not sorted, or hold the largest int32, all results are (0, NOT_SORTED).
+    """
+    keys = jnp.where(other_ids < 0, NOT_SORTED, other_ids)
+    is_sorted = (keys[:, :-1] <= keys[:, 1:]).all(axis=1) & (other_ids != NOT_SORTED).all(axis=1)
+    below = lambda side: jax.vmap(functools.partial(jnp.searchsorted, side=side, method="scan_unrolled"))(keys, ids)
+    spans = jnp.where(ids[:, None] < 0, 0, jnp.stack([below("left"), below("right")], axis=1))
+    return jnp.where(is_sorted[:, None, None], spans, jnp.array([[0], [NOT_SORTED]])).astype(jnp.int32)
 
 
 def among(ranges_ref: Ref, batch_index: Index, block: Index) -> Among:

@@ -92,8 +92,8 @@ BACKWARD_CAUSAL_128 = Backward(block_q=64, head_group=4)
 # head_group=16, early_dv and exit_after_smem_read together: 0.96 to 0.98 with a window of 1024. Persistent CTAs: 1.04.
 BACKWARD_LIMITED_128 = Backward(block_q=64, head_group=16, early_dv=True, exit_after_smem_read=True)
 # Persistent CTAs: 0.95 with causal documents (head_group of 2, 4, 8 and 32: 0.98, 0.95, 0.96, 0.96), 1.00 with
-# documents that are not causal.
-BACKWARD_SEGMENTS_128 = Backward(block_q=64, head_group=16, early_dv=True, persistent=True)
+# documents that are not causal. q_loop_stagger: only if not causal, not timed.
+BACKWARD_SEGMENTS_128 = Backward(block_q=64, head_group=16, early_dv=True, persistent=True, q_loop_stagger=5)
 # Persistent CTAs: 0.94, 0.97 and 0.98 with 0.1, 0.3 and 0.5 of the blocks live. head_group: 2 takes 0.99 and 0.96
 # of 4's time, 8 takes 1.09 and 1.02. Without early_dv: 1.01 to 1.04.
 BACKWARD_LISTS_128 = Backward(block_q=64, head_group=2, early_dv=True, persistent=True)

@@ -23,9 +23,8 @@ class RowLoads:
     """An array of rows that the memory warpgroup loads, e.g. the queries, with its stages in shared memory.
 
     gmem: the rows in device memory, [B, T, H, columns]. width: the columns of a part of them. tiles: their layout in
-    shared memory. numbers: one value per row, [B, H, T], lse or delta. smem,
-    numbers_smem: [stages, ...] in shared memory. ready, free: the barriers of the stages. ids, ids_smem: segment ids,
-    None if they are not loaded with these rows. steps_smem: for queries in a persistent CTA, the shared memory to
+    shared memory. numbers: one value per row, [B, H, T], lse or delta. smem, numbers_smem: [stages, ...] in shared
+    memory. ready, free: the barriers of the stages. steps_smem: for queries in a persistent CTA, the shared memory to
     which the memory warpgroup writes each step's StepNumbers; else None.
     """
 
@@ -38,13 +37,11 @@ class RowLoads:
     ready: BarrierSlice
     free: BarrierSlice
     stages: int
-    ids: Ref | None = None
-    ids_smem: Ref | None = None
     steps_smem: Ref | None = None
 
     @classmethod
     def of_queries(cls, kernel: Kernel) -> "RowLoads":
-        """The loads of query, with lse and, if the call has segments, segment ids."""
+        """The loads of query, with lse."""
         arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
         return cls(
             gmem=arrays.query,
@@ -56,8 +53,6 @@ class RowLoads:
             ready=barriers.q_ready,
             free=barriers.q_free,
             stages=kernel.traits.config.q_stages,
-            ids=None if arrays.segments is None else arrays.segments.q_ids,
-            ids_smem=smem.ids,
             steps_smem=smem.steps,
         )
 
@@ -126,8 +121,6 @@ class StepLoads:
             source = loads.gmem.at[b, rows, q_head_of(head), pl.ds(loads.width * half, loads.width)]
             loads.tiles.load(source, loads.smem.at[slot, half], ready)
         plgpu.copy_gmem_to_smem(loads.numbers.at[b, head, rows], loads.numbers_smem.at[slot], ready)
-        if loads.ids is not None:
-            plgpu.copy_gmem_to_smem(loads.ids.at[b, rows], needed(loads.ids_smem).at[slot], ready)
         if loads.steps_smem is not None:
             self.numbers_again().leave(loads.steps_smem, slot, ready)
 
@@ -186,6 +179,9 @@ def _load_block(kernel: Kernel, tile: Index, turn: Index, *, keys: bool = True, 
     k_ready = v_ready = kernel.barriers.k_ready.at[stages.k]
     if schedule.is_persistent:
         v_ready = needed(kernel.barriers.v_ready).at[stages.v]
+    if keys and arrays.segments is not None:
+        rows = pl.ds(kv_index * schedule.block_kv, schedule.block_kv)
+        plgpu.copy_gmem_to_smem(arrays.segments.spans.at[b, :, rows], needed(smem.spans).at[stages.k], k_ready)
     for r in range(traits.key_groups):
         start = kv_index * schedule.block_kv + KEYS_AT_ONCE * r
 
@@ -236,7 +232,8 @@ def _following(kernel: Kernel, tile: Index, turn: Index, first: Index, steps: In
 
     @pl.when(following >= scheduler.count)
     def _end():
-        for _copy in range(kernel.traits.key_groups * kernel.traits.chunks + 1):  # instead of copies of keys
+        traits = kernel.traits
+        for _copy in range(traits.key_groups * traits.chunks + traits.has_segments + 1):  # instead of copies of keys
             plgpu.barrier_arrive(k_ready.at[(turn + 1) & 1])
 
     return following, first + steps

@@ -14,9 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.pallas.attention.sm90.backward.schedule import KeyBlock, QLoop, StepPlace
 from jax_kernels.pallas.attention.sm90.backward.state import Kernel, StepNumbers
 from jax_kernels.pallas.attention.sm90.backward.traits import Traits
-from jax_kernels.pallas.attention.sm90.features import score_mod
+from jax_kernels.pallas.attention.sm90.features import mask_bits, score_mod
+from jax_kernels.pallas.attention.sm90.features.segments import span_words
 from jax_kernels.pallas.kernel_types import Index, needed
-from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
+from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import recomputed
 
 
@@ -175,16 +176,19 @@ class QStep:
         if kernel.arrays.lists is not None:
             listed = kernel.arrays.lists.blocks_of(recomputed(self.work.tile))
             return listed.masked(s, self.index, self.row, by_word=False)
-        b, segments, ids = self.b_again(), kernel.arrays.segments, None
-        if segments is not None:
-            ids = (
-                plgpu.load(segments.kv_ids.at[b, pl.ds(self.first_key(), 64)], layout=ROW, optimized=False),
-                plgpu.load(needed(kernel.smem.ids).at[self.slot], layout=COLUMN, optimized=False),
+        b, segments = self.b_again(), kernel.arrays.segments
+        limits = kernel.schedule.limits(kernel.arrays, b)
+        if segments is None:
+            keep = limits.keep(
+                s.shape, self.first_key(), self.q_start, layout=WGMMA, kv_axis=0, may_end=self.traits.may_end
             )
-        keep = kernel.schedule.limits(kernel.arrays, b).keep(
-            s.shape, self.first_key(), self.q_start, layout=WGMMA, kv_axis=0, may_end=self.traits.may_end, ids=ids
-        )
-        return jnp.where(keep, s, -jnp.inf)
+            return jnp.where(keep, s, -jnp.inf)
+        spans = needed(kernel.smem.spans).at[self.k_stage, :, pl.ds(self.row, 64)]
+        first, end = (plgpu.load(spans.at[i], layout=ROW, optimized=False) for i in range(2))
+        first, end, q_start = *limits.queries_within(first, end, self.first_key(), ROW), self.q_start
+        words = span_words(first - q_start, end - q_start, s.shape[1])
+        words = segments.words(words, spans, b, self.first_key(), q_start, s.shape[1], of_keys=True)
+        return mask_bits.kept(s, words, by_word=True)
 
     def dq_blocks(self) -> list[DqBlock]:
         """The blocks of the step's dquery that this warpgroup computes and stores."""

@@ -65,7 +65,8 @@ class Schedule:
     """The order of the work of a launch, as known when its kernel is traced.
 
     group: query heads per kv head; a q_loop goes over all of them. q_loop_stagger: how many blocks of queries apart the
-    loops of neighbouring blocks of keys start, if visits_all. visits_all: whether causality, a window and segments let
+    loops of neighbouring blocks of keys start, if visits_all or only segments limit them. visits_all:
+    whether causality, a window and segments let
     every block of keys attend to every block of queries. split: how the last work tiles are split into parts, so that
     all SMs have work; in the methods, a part then has a work tile number of its own, its CTA's. scheduler: numbers the
     work tiles before the split. is_persistent: whether a CTA processes one work tile after another; otherwise it
@@ -221,6 +222,7 @@ class Schedule:
         blocks = blocks.at_least_one()
         is_split = self.split.parts > 1
         has_reach = arrays.bounds is not None and arrays.bounds.shape[1] > 2  # some queries may meet no key
+        only_segments = among is not None and not self.options.is_causal and self.options.window is None
 
         def place(step):
             if is_split:
@@ -230,7 +232,7 @@ class Schedule:
             else:
                 head = kv_head * group + lax.div(step, as_int32(blocks.count))
                 nth = lax.rem(step, as_int32(blocks.count))
-            if self.q_loop_stagger and self.visits_all and has_reach:
+            if self.q_loop_stagger and (only_segments or (self.visits_all and has_reach)):
                 nth = lax.rem(nth + kv_index * self.q_loop_stagger, as_int32(blocks.count))
             q_block = blocks.at(nth)
             if self.q_loop_stagger and self.visits_all and not has_reach:

@@ -71,7 +71,8 @@ class Smem:
     k, v, q, do: keys, values, queries and dout, [stages, ...] in the layouts Traits.k_tiles, v_tiles, q_tiles and
     do_tiles. ds: [warpgroups, chunks of queries, 64, 64], a step's dS^T. dq: [warpgroups, 64, chunk] float32, on its
     way to device memory. dv: the same memory as [warpgroups, chunk / v_chunk, 64, v_chunk] tiles; None if v_chunk is
-    chunk. lse, delta, ids: [stages, block_q], lse, delta and segment ids of a step's queries. barriers:
+    chunk. lse, delta: [stages, block_q], of a step's queries. spans: of the keys' segment ids, [stages of keys, 2,
+    block_kv]. barriers:
     arrays of barriers, from which KernelBarriers takes its fields. bias: of a step. arrived: [warpgroups] int32, how
     many parts of a split work tile have finished. dbias: [warpgroups, 64] float32. tile: [stages of keys] int32,
     indices of work tiles. steps: [stages, ...] of StepNumbers.
@@ -86,7 +87,7 @@ class Smem:
     dv: Ref | None
     lse: Ref
     delta: Ref
-    ids: Ref | None
+    spans: Ref | None
     barriers: list[Barrier]
     bias: Stage | None
     arrived: Ref | None
@@ -111,7 +112,7 @@ class Smem:
             dv=None,  # by viewed()
             lse=smem_ref((q_stages, block_q), jnp.float32),
             delta=smem_ref((do_stages, block_q), jnp.float32),
-            ids=smem_ref((q_stages, block_q), jnp.int32) if traits.has_segments else None,
+            spans=smem_ref((schedule.k_stages, 2, block_kv), jnp.int32) if traits.has_segments else None,
             barriers=barriers.scratch(),
             bias=traits.bias.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
             arrived=smem_ref((COMPUTE_WGS,), jnp.int32) if schedule.split.parts > 1 else None,
@@ -192,7 +193,7 @@ class KernelBarriers:
         """The barriers to allocate: for each name how many, and how many arrivals complete a phase of each."""
         schedule, config, halves = traits.schedule, traits.config, traits.halves
         is_persistent, q_stages, do_stages = schedule.is_persistent, config.q_stages, config.do_stages
-        k_copies = traits.key_groups * traits.chunks
+        k_copies = traits.key_groups * traits.chunks + traits.has_segments
         v_copies = traits.key_groups * halves * traits.v_tiles.count
         q_copies = halves * traits.q_tiles.count + 1
         do_copies = halves * traits.do_tiles.count + 1
@@ -202,7 +203,7 @@ class KernelBarriers:
         else:
             wanted = {"k_ready": (1, k_copies + v_copies)}
         wanted |= {
-            "q_ready": (q_stages, q_copies + traits.has_segments + is_persistent),
+            "q_ready": (q_stages, q_copies + is_persistent),
             "do_ready": (do_stages, do_copies),
             "q_free": (q_stages, COMPUTE_WGS),
             "do_free": (do_stages, COMPUTE_WGS),

@@ -144,8 +144,8 @@ class Compute(ComputeWarpgroup):
 
         of_call(tile.call, len(traits.calls), load)
         if traits.has_segments:
-            ids = needed(self.arrays.segments).q_ids.at[tile.b, rows]
-            plgpu.copy_gmem_to_smem(ids, needed(self.scratch.q_ids).at[traits.q_slot(w, turn)], ready)
+            spans = needed(self.arrays.segments).spans.at[tile.b, :, rows]
+            plgpu.copy_gmem_to_smem(spans, needed(self.scratch.spans).at[traits.q_slot(w, turn)], ready)
 
     def load_next_q(self, following: Index, turn: Index) -> None:
         """Starts the copy of the queries of work tile `following`, if there is one. turn: of the current work tile."""

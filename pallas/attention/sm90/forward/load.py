@@ -43,7 +43,7 @@ class Loader:
         return tile.blocks.at(step) * self.traits.config.block_kv
 
     def _load_k(self, tile: WorkTile, step: Index, slot: Index) -> None:
-        """Loads a step's block of keys, and their segment ids, after `slot` is free."""
+        """Loads a step's block of keys, after `slot` is free."""
         scratch, ready = self.scratch, self.scratch.pipeline.k_ready.at[slot]
         rows = pl.ds(self._kv_start(tile, step), self.traits.config.block_kv)
         plgpu.barrier_wait(scratch.pipeline.k_free.at[slot])
@@ -53,11 +53,6 @@ class Loader:
             self.traits.qk_tiles.load(keys, self.smem.k_copied.at[slot], ready)
 
         of_call(tile.call, len(self.traits.calls), load)
-        if self.traits.has_segments:
-            rows = pl.ds(self._kv_start(tile, step), self.traits.config.block_kv)
-            plgpu.copy_gmem_to_smem(
-                needed(self.arrays.segments).kv_ids.at[tile.b, rows], needed(scratch.kv_ids).at[slot], ready
-            )
 
     def _load_v(self, tile: WorkTile, step: Index, slot: Index) -> None:
         """Loads a step's block of values, after `slot` is free."""

@@ -14,12 +14,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.pallas.attention import softmax
 from jax_kernels.pallas.attention.sm90.features import mask_bits
 from jax_kernels.pallas.attention.sm90.features.block_lists import ListedBlocks
+from jax_kernels.pallas.attention.sm90.features.segments import span_words
 from jax_kernels.pallas.attention.sm90.features.softcap import softcapped_tile, tanh_polynomial
 from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop
 from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Scratch, Smem, Traits
 from jax_kernels.pallas.attention.sm90.forward.step import Accumulators, LoopState, QueryTile, Softmax
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
-from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
+from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import all_of_warp, as_int32
 
 
@@ -64,8 +65,7 @@ class QueryTile16(QueryTile):
         step = as_int32(step)
         words = self._mask_words(step)
         s = plgpu.wgmma_accumulator_load(accs.s_ref, wait_n=0 if is_first else traits.v_tiles.count)
-        if not traits.has_segments:
-            plgpu.barrier_arrive(k_free)
+        plgpu.barrier_arrive(k_free)
         s = lax.optimization_barrier(s)
         if is_first or self.is_small is None:  # otherwise softmax_step does it
             s = self._modified(self._capped_and_biased(s), step)
@@ -75,10 +75,8 @@ class QueryTile16(QueryTile):
                 # The range is read again, not kept in registers.
                 blocks = kv_loop.work_tile(lax.optimization_barrier(self.index)).blocks
             # One loop with a branch: two loops were slower.
-            masked = functools.partial(self._masked, step=step, words=words, slot=slot)
+            masked = functools.partial(self._masked, step=step, words=words)
             s = lax.cond(blocks.is_partial(step), masked, lambda s: s, s)
-        if traits.has_segments:  # the ids of the keys have been read
-            plgpu.barrier_arrive(k_free)
         return s
 
     def first_softmax(self, s: jax.Array, slot: Index) -> tuple["QueryTile16", LoopState]:
@@ -149,21 +147,31 @@ class QueryTile16(QueryTile):
         blocks = cast(ListedBlocks, self.own.blocks)
         return blocks.words(blocks.head, blocks.at(step), self.w * 64, 64)
 
-    def _masked(self, s: jax.Array, *, step: Index, words: jax.Array | None, slot: Index) -> jax.Array:
+    def _masked(self, s: jax.Array, *, step: Index, words: jax.Array | None) -> jax.Array:
         """The scores of a partial block with -inf where a query may not attend to a key.
 
-        words: the result of _mask_words for this step. slot: of the block of keys.
+        words: the result of _mask_words for this step.
         """
         if self.kv_loop.has_words:
             return mask_bits.kept(s, words, by_word=True)
         if not self.traits.has_segments:
             return self.kv_loop.masked(s, self.index, step, self.w)
-        load = functools.partial(plgpu.load, optimized=False)
-        kv_ids = load(needed(self.scratch.kv_ids).at[slot], layout=COLUMN)
-        q_ids = load(needed(self.scratch.q_ids).at[self.traits.q_slot(self.w, self.turn)], layout=ROW)
-        s = lax.optimization_barrier(self.kv_loop.masked(s, self.index, step, self.w, (q_ids, kv_ids)))
+        s = lax.optimization_barrier(mask_bits.kept(s, self._segment_words(step), by_word=not self.traits.is_wide))
         plgpu.commit_smem()  # after the reads: the next copies overwrite this memory
         return s
+
+    def _segment_words(self, step: Index) -> jax.Array:
+        """The mask words of a step's block, from segment ids and limits: int32 [64, PART]."""
+        own, block_kv = self.own, self.traits.config.block_kv
+        if self.traits.is_wide:  # read again, not kept in registers
+            own = self.kv_loop.own(self.kv_loop.work_tile(lax.optimization_barrier(self.index)), self.w)
+        spans = needed(self.scratch.spans).at[self.traits.q_slot(self.w, self.turn)]
+        kv_start = own.blocks.at(step) * block_kv
+        first, end = (plgpu.load(spans.at[i], layout=ROW, optimized=False) for i in range(2))
+        first, end = needed(own.limits).keys_within(first, end, own.q_start, ROW)
+        words = span_words(first - kv_start, end - kv_start, block_kv)
+        segments = needed(self.arrays.segments)
+        return segments.words(words, spans, own.b, own.q_start, kv_start, block_kv, of_keys=False)
 
     def _exponentials(self, s: jax.Array, row_max: jax.Array, row_sum: jax.Array) -> tuple[jax.Array, ...]:
         """(P, row_max, row_sum, alpha) of a step, without a search for the maximum if the scores are bounded.

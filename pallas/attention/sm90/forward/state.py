@@ -264,8 +264,9 @@ class Scratch:
     fields.
 
     q, out: a tile per compute warpgroup. k, v: a block per slot of the pipeline. rows: lse and lse_lo, [1 or 2,
-    warpgroups, 64]. q_ids, kv_ids: segment ids. q_ready: the queries of a compute warpgroup have arrived. bias: of a
-    step. fetched: the next work tile from the scheduler's counter. None: not needed.
+    warpgroups, 64]. spans: of the queries' segment ids, [query tiles, 2, 64]. q_ready: the queries of a
+    compute warpgroup have arrived. bias: of a step. fetched: the next work tile from the scheduler's counter. None: not
+    needed.
     """
 
     q: Ref
@@ -273,8 +274,7 @@ class Scratch:
     k: Ref
     v: Ref
     rows: Ref
-    q_ids: Ref | None
-    kv_ids: Ref | None
+    spans: Ref | None
     q_ready: Barrier
     pipeline: KvPipeline
     bias: Stage | None
@@ -296,10 +296,9 @@ class Scratch:
             k=qk_tiles.scratch(stages, block_kv, dtype=traits.dtype),
             v=v_tiles.scratch(stages, block_kv, dtype=traits.dtype),
             rows=smem_ref((1 + traits.has_lse_lo, compute_wgs, 64), jnp.float32),
-            q_ids=smem_ref((traits.q_tiles, 64), jnp.int32) if has_segments else None,
-            kv_ids=smem_ref((stages, block_kv), jnp.int32) if has_segments else None,
+            spans=smem_ref((traits.q_tiles, 2, 64), jnp.int32) if has_segments else None,
             q_ready=barrier_ref(num_arrivals=qk_tiles.count + has_segments, num_barriers=compute_wgs),
-            pipeline=KvPipeline.scratch(stages, compute_wgs, qk_tiles.count + has_segments, v_tiles.count),
+            pipeline=KvPipeline.scratch(stages, compute_wgs, qk_tiles.count, v_tiles.count),
             bias=bias.stage(config.block_q, block_kv, block_kv, compute_wgs),
             fetched=traits.scheduler.scratch(compute_wgs + 1),
         )

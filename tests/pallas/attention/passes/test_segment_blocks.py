@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.passes import segment_blocks
 from jax_kernels.pallas.attention.passes.segment_blocks import Side
 
@@ -11,9 +12,12 @@ QUERIES, KEYS = Side(block=16, none=-1), Side(block=32, none=-2)
 
 
 def ids_of(length, *, seed, is_sorted):
+    """Three batch entries; if sorted, the first has ids below 0 in front, and the others at the end."""
     ids = np.random.default_rng(seed).integers(-1, 9, (3, length), np.int32)
-    ids = np.sort(ids) if is_sorted else ids
-    ids[0, :40] = -1
+    if is_sorted:
+        ids = np.sort(ids)
+        ids[1:] = np.where(np.sort(ids[1:] < 0), -1, np.sort(np.abs(ids[1:])))
+    ids[0, : length // 3] = -1
     return ids
 
 
@@ -32,6 +36,25 @@ def test_kernel_equals_xla(lengths, is_sorted, of_keys):
     assert got.own.shape == (3, blocks * own.block)
     for found, expected in zip(got, want, strict=True):
         np.testing.assert_array_equal(found, np.asarray(expected).reshape(found.shape))
+    spans = np.asarray(got.spans[:, :, : own_ids.shape[1]])
+    for b in range(3):
+        if b == 0 or not is_sorted:
+            assert (spans[b] == [[0], [block_ranges.NOT_SORTED]]).all()
+            continue
+        place = np.arange(other_ids.shape[1])
+        inside = (place >= spans[b, 0][:, None]) & (place < spans[b, 1][:, None])
+        np.testing.assert_array_equal(inside, (own_ids[b][:, None] == other_ids[b]) & (own_ids[b] >= 0)[:, None])
+
+
+@pytest.mark.parametrize("highest", [2**31 - 2, 2**31 - 1])
+def test_spans_of_the_largest_ids(highest):
+    """No id is above the largest: it counts as not sorted."""
+    ids, side = jnp.array([[3, 3, highest, highest, -1]], jnp.int32), Side(block=16, none=-1)
+    spans = segment_blocks.of_ids(ids, ids, side, side, interpret=True).spans
+    if highest == block_ranges.NOT_SORTED:
+        np.testing.assert_array_equal(spans[0], np.broadcast_to([[0], [highest]], (2, 16)))
+    else:
+        np.testing.assert_array_equal(spans[0, :, :5], [[0, 0, 2, 2, 0], [2, 2, 4, 4, 0]])
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,11 @@ CASES = {
     "segments_128_causal": LARGE
     | WIDE
     | {"segments": "packed", "is_causal": True, "deterministic": True, "races": True},
+    # Not causal: the loops of neighbouring blocks of keys start at different blocks of queries.
+    "segments_128_persistent": SMALL
+    | WIDE
+    | {"q_length": 700, "kv_length": 700, "heads": 2, "segments": "packed", "races": True}
+    | {"persistent": {"ctas": 2, "v_stages": 1}},
     "segments_128_mixed": SMALL | WIDE | {"segments": "mixed", "q_length": 77, "kv_length": 203},
     "segments_256_causal": SMALL
     | VERY_WIDE
