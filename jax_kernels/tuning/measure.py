@@ -278,7 +278,7 @@ def program_of(tunable: TunableCall, name: str, config: Any, direction: str) -> 
     """The jitted call by an implementation with a config.
 
     direction: "forward", or "gradients" for (the results, the gradients) of cotangents of 1. The results count, and the
-    cotangents are arguments, since XLA would leave out the forward of results that nobody reads, and reads of ones.
+    cotangents are arguments, since XLA would leave out the forward of results that are not read, and reads of ones.
     """
     call = tunable.call if tunable.parts else dataclasses.replace(tunable.call, implementation=name, config=config)
 

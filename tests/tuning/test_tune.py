@@ -191,7 +191,7 @@ def test_forward_and_backward_vary_one_after_the_other():
 
 
 def test_timed_gradients_include_the_results(monkeypatch):
-    """XLA would leave out a forward whose results nobody reads, and would know cotangents that are constants."""
+    """XLA would leave out a forward whose results are not reads, and would know cotangents that are constants."""
     made, own = [], measure.program_of
     monkeypatch.setattr(measure, "program_of", lambda *given: made.append(own(*given)) or made[-1])
     with tune():
