@@ -12,10 +12,9 @@ from jax_kernels.bridge.direct import program_cache
 from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
 from jax_kernels.bridge.direct.executable import chain_of
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction
-from jax_kernels.compilation import paused_collections
 from jax_kernels.ops.sharding.partitioning import on_one_device
 
-__all__ = ["Target", "compile_chain", "latest_key"]
+__all__ = ["Target", "compile_chain"]
 
 _KERNELS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
 # Operations that XLA passes to cuBLAS or cuDNN, or autotunes on a GPU. A compilation for an absent GPU cannot autotune.
@@ -96,8 +95,7 @@ def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.Sha
     flat = jax.jit(lambda *arrays: tuple(function(*arrays)), keep_unused=True)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), on_one_device():
         try:
-            with paused_collections():
-                lowered = flat.lower(*placed)
+            lowered = flat.lower(*placed)
         except Exception as error:  # the caller's error: the DLPack route raises it again
             raise NotDirectError(f"the function cannot be lowered: {error}") from error
     text = lowered.as_text()
@@ -110,14 +108,4 @@ def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.Sha
     if chain is None:
         chain = chain_of(lowered.compile(), specs, lowered.out_info)
         program_cache.store(key, chain)
-    program_cache.note_latest(latest_key(target, function, specs), key)
     return chain
-
-
-def latest_key(target: Target, function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct]) -> str:
-    """The key under which program_cache notes the latest chain of a function's name, shapes and dtypes.
-
-    The chain is a guess: functions of one name differ in their options, and in the library's version.
-    """
-    arrays = [f"{x.dtype}{list(x.shape)}{'w' * x.weak_type}" for x in specs]
-    return program_cache.key_of("latest", target.description, getattr(function, "__name__", ""), *arrays)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge.direct.ahead import CompiledAhead
 from jax_kernels.bridge.direct.chain import Array, BufferSlice, Copy, Fill, Kernel, LaunchChain, MosaicKernel, Step
 from jax_kernels.bridge.interop import dlpack, memory, torch_internals
 from jax_kernels.bridge.interop.cuda_driver import (
@@ -252,8 +251,6 @@ class LoadedChain:
 
     by_jax: a function from the input tensors to the outputs, which is called if a launch runs out of memory. Without
     it, and while a CUDA graph is being captured, such a launch raises torch.OutOfMemoryError or DriverMemoryError.
-
-    ahead: compiled Mosaic kernels; the chain takes its own from them.
     """
 
     def __init__(
@@ -265,7 +262,6 @@ class LoadedChain:
         mosaic: Callable[[], ctypes.CDLL] = mosaic_library,
         allocator: Allocator | None = None,
         by_jax: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
-        ahead: CompiledAhead | None = None,
     ) -> None:
         self.chain = chain
         self._by_jax = by_jax
@@ -277,7 +273,7 @@ class LoadedChain:
         self._resources = resources
         self.driver.call("cuCtxPushCurrent", self.context)
         try:
-            self.ready = [_load(step, resources, ahead) for step in chain.steps]
+            self.ready = [_load(step, resources) for step in chain.steps]
         except BaseException:
             _drop(resources)
             raise
@@ -378,10 +374,10 @@ def _run(driver: Driver, block: _Block, stream: int) -> None:
             driver.check("a launch", code)
 
 
-def _load(step: Step, resources: _Resources, ahead: CompiledAhead | None) -> _Ready:
+def _load(step: Step, resources: _Resources) -> _Ready:
     """Loads a step's kernel in the current CUDA context, and adds it to `resources`, which unload it.
 
-    ahead: compiled Mosaic kernels. Raises DriverError if the driver or Mosaic fails.
+    Raises DriverError if the driver or Mosaic fails.
     """
     if isinstance(step, Kernel):
         module = resources.driver.load(step.cubin)
@@ -389,8 +385,7 @@ def _load(step: Step, resources: _Resources, ahead: CompiledAhead | None) -> _Re
         function = resources.driver.function(module, step.name, len(step.arguments), step.shared_memory)
         return _Ready(function=function)
     if isinstance(step, MosaicKernel):
-        compiled = None if ahead is None else ahead.take(step.module)
-        compiled = compiled or resources.mosaic_library().MosaicGpuCompile(step.module, len(step.module))
+        compiled = resources.mosaic_library().MosaicGpuCompile(step.module, len(step.module))
         if not compiled:
             raise DriverError(f"Mosaic failed to compile kernel {step.name}")
         resources.mosaic.append(compiled)

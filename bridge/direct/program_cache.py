@@ -33,18 +33,7 @@ from jax_kernels.bridge.direct.chain import LaunchChain
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.files import write_whole
 
-__all__ = [
-    "MOST_BYTES",
-    "folder",
-    "key_of",
-    "latest",
-    "load",
-    "note_latest",
-    "program_text",
-    "remember",
-    "store",
-    "was_remembered",
-]
+__all__ = ["MOST_BYTES", "folder", "key_of", "load", "program_text", "remember", "store", "was_remembered"]
 
 MOST_BYTES = 256 << 20
 _FORMAT = 1
@@ -162,18 +151,6 @@ def load(key: str) -> LaunchChain | None:
 def store(key: str, chain: LaunchChain) -> None:
     """Writes a chain under a key. If the folder cannot be written, warns once and writes nothing."""
     _write(key, zlib.compress(json.dumps(_encoded(chain)).encode(), 1))
-
-
-def latest(key: str) -> LaunchChain | None:
-    """The chain that `note_latest` noted last under this key, in any process; None if there is none."""
-    data = _read(key)
-    return None if data is None else load(data.decode(errors="replace"))
-
-
-def note_latest(key: str, of_chain: str) -> None:
-    """Notes under `key` that the chain of the key `of_chain` was the last one that was needed."""
-    if _read(key) != of_chain.encode():
-        _write(key, of_chain.encode())
 
 
 def was_remembered(key: str) -> bool:

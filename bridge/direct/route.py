@@ -20,12 +20,11 @@ import torch
 
 from jax_kernels import chunks, dispatch
 from jax_kernels.bridge.direct import dlpack_route, program_cache
-from jax_kernels.bridge.direct.ahead import CompiledAhead
 from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
-from jax_kernels.bridge.direct.compile import Target, compile_chain, latest_key
+from jax_kernels.bridge.direct.compile import Target, compile_chain
 from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
 from jax_kernels.bridge.interop import dlpack
-from jax_kernels.bridge.interop.cuda_driver import driver, driver_version, mosaic_library
+from jax_kernels.bridge.interop.cuda_driver import driver_version
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 from jax_kernels.masks import Mask
 
@@ -304,31 +303,13 @@ def _loaded(
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in own]
     specs += [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors if x is not None]
     flat = _of_arrays(function, tensors, masks)
-    ahead = CompiledAhead(_guessed(flat, specs, device), driver(), driver().context(device.index), mosaic_library)
-    try:
-        return _load(_compiled(flat, specs, device), flat, device, ahead)
-    finally:
-        ahead.close()
-
-
-def _guessed(function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct], device: torch.device) -> LaunchChain | None:
-    """The chain that an earlier process used for the function's name and shapes; None without one."""
-    if program_cache.folder() is None:
-        return None
-    return program_cache.latest(latest_key(_target(device), function, specs))
-
-
-def _load(chain: LaunchChain, function: JaxFunction, device: torch.device, ahead: CompiledAhead) -> LoadedChain:
-    """Loads the chain of a function of arrays on the device.
-
-    ahead: compiled Mosaic kernels. Raises NotDirectError if the chain has Mosaic kernels and their self-test failed.
-    """
+    chain = _compiled(flat, specs, device)
     if chain.has_mosaic:
         if device not in _STATE.refused_mosaic:
             _STATE.refused_mosaic[device] = _fails(device, "Mosaic's")
         if (reason := _STATE.refused_mosaic[device]) is not None:
             raise NotDirectError(reason)
-    return LoadedChain(chain, device, by_jax=dlpack_route.by_jax(function, device), ahead=ahead)
+    return LoadedChain(chain, device, by_jax=dlpack_route.by_jax(flat, device))
 
 
 def _of_arrays(

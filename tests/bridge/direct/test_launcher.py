@@ -1,16 +1,13 @@
 """Launches of a chain, with a driver that records them."""
 
-import dataclasses
 import gc
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from jax_kernels.bridge.direct import executable, launcher
-from jax_kernels.bridge.direct.ahead import CompiledAhead
 from jax_kernels.bridge.direct.chain import (
     Array,
     BufferSlice,
@@ -85,14 +82,13 @@ class Bench:
         self.chain = chain_of(*(steps or STEPS))
         self.device = device
 
-    def load(self, ahead=None):
+    def load(self):
         return launcher.LoadedChain(
             self.chain,
             self.device,
             cuda=self.cuda.driver,
             mosaic=lambda: self.mosaic,
             allocator=self.memory.allocator,
-            ahead=ahead,
         )
 
     def addresses(self):
@@ -200,47 +196,6 @@ def test_modules_unload_with_their_chain():
     assert bench.cuda.stack == [CONTEXT]
     launcher.unload_dropped()
     assert len(bench.cuda.calls) == 3
-
-
-def ahead_of(bench, chain):
-    return CompiledAhead(chain, bench.cuda.driver, CONTEXT, lambda: bench.mosaic)
-
-
-def test_chain_takes_kernels_compiled_ahead():
-    bench = Bench()
-    ahead = ahead_of(bench, bench.chain)
-    loaded = bench.load(ahead)
-    assert bench.mosaic.modules == [b"ML"]
-    ahead.close()
-    loaded(*bench.inputs)
-    assert [name for name, _ in bench.mosaic.calls] == ["launch"]
-    assert ahead.take(b"ML") is None
-    assert bench.cuda.stack == [CONTEXT]
-
-
-def test_kernels_compiled_ahead_in_vain_are_unloaded():
-    bench = Bench()
-    ahead = ahead_of(bench, chain_of(dataclasses.replace(MOSAIC, module=b"other"), MOSAIC, MOSAIC))
-    bench.load(ahead)
-    ahead.close()
-    deadline = time.monotonic() + 20
-    while not bench.mosaic.calls and "other" in map(bytes.decode, bench.mosaic.modules) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert sorted(bench.mosaic.modules) in ([b"ML"], [b"ML", b"other"])  # a thread may not have begun
-    assert [name for name, _ in bench.mosaic.calls] == ["unload"] * (len(bench.mosaic.modules) - 1)
-
-
-def test_failed_compilation_ahead_is_repeated():
-    bench = Bench()
-    own, given = bench.mosaic.MosaicGpuCompile, []
-
-    def fails_once(module, size):
-        given.append(module)
-        return own(module, size) if len(given) > 1 else None
-
-    bench.mosaic.MosaicGpuCompile = fails_once
-    bench.load(ahead_of(bench, bench.chain))(*bench.inputs)
-    assert given == [b"ML", b"ML"]
 
 
 def test_captured_chain_stays_loaded():

@@ -192,15 +192,11 @@ def test_a_second_compilation_reads_the_file(folder, monkeypatch):
             return direct_compile.compile_chain(target_of("h200"), function, specs)
 
     first = compiled()
-    assert len(list(folder.iterdir())) == 2  # the chain, and the note that it was the latest one
-    latest = lambda target, specs=specs: program_cache.latest(direct_compile.latest_key(target, function, specs))
-    assert latest(target_of("h200")) == first
-    assert latest(target_of("h200"), specs[:1]) is None
+    assert len(list(folder.iterdir())) == 1
     monkeypatch.setattr(direct_compile, "chain_of", lambda *given: pytest.fail("compiled again"))
     assert compiled() == first
     other = dataclasses.replace(target_of("h200"), core_count=100)
     monkeypatch.setattr(direct_compile, "chain_of", lambda *given: CHAIN)
     with dispatch.on_device("h200"):
         assert direct_compile.compile_chain(other, function, specs) == CHAIN
-    assert len(list(folder.iterdir())) == 4
-    assert latest(other) == CHAIN
+    assert len(list(folder.iterdir())) == 2
