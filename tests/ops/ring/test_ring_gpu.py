@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import compiler_options, flash_attention, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels import (
+    DocumentLayout,
+    compiler_options,
+    flash_attention,
+    ring_attention,
+    shard_sequence,
+    unshard_sequence,
+)
 from tests.support.cases.rings import FUNCTION, MASK, errors_of, score_mod
 
 DEVICES = jax.device_count() if jax.default_backend() == "gpu" else 0
@@ -47,6 +54,9 @@ CASES = {
     "mask contiguous": ("contiguous", {"mask": MASK, "segment_ids": True}, True),
     "function": ("zigzag", {"mask": FUNCTION}, False),
     "mask by heads": ("zigzag", {"mask": MASK, "strategy": "all_to_all"}, True),
+    "documents": ("documents", {"is_causal": True, "segment_ids": True, "sinks": True}, True),
+    "documents unchecked": ("documents", {"is_causal": True, "segment_ids": True}, False),
+    "documents full": ("documents", {"segment_ids": True}, False),
     "score_mod": ("zigzag", {"is_causal": True, "score_mod": score_mod}, False),
     "score_mod checked": ("striped", {"is_causal": True, "score_mod": score_mod}, True),
     "score_mod by heads": ("zigzag", {"is_causal": True, "score_mod": score_mod, "strategy": "all_to_all"}, False),
@@ -123,7 +133,12 @@ def test_several_gpus_are_as_exact_as_one(count, name, head_dim):
     with jax.default_matmul_precision("highest"):
         want = jax.jit(functools.partial(both, functools.partial(attend, implementation="xla")))(*given)
     of_one = errors(jax.jit(functools.partial(both, attend))(*rounded(given)), want)
-    of_many = errors(over(count, layout, options, check_vma, rounded(given)), want)
+    shared = rounded(given)
+    if layout == "documents":
+        layout = DocumentLayout.of(given[3], count, is_causal=options.get("is_causal", False), heads=10**6)
+        assert layout.steps.steps
+        shared = [*shared[:3], jnp.asarray(layout.segment_ids), *shared[4:]]
+    of_many = errors(over(count, layout, options, check_vma, shared), want)
     assert of_many.keys() == of_one.keys()
     # Each step's softmax starts from its own maximum. lse is exact to float32. dsinks has one value for each head: a
     # sum over all queries, whose error is a random sum of the roundings of out.
