@@ -20,7 +20,8 @@ class AttentionCase:
     q_offset: an int, or an int per batch entry. kv_lengths: None, or an int per batch entry. precision: "fp32" or
     "tf32" for float32, else None. magnitude: the standard deviation of the query; the key's is 1, and the value's is
     value_magnitude. window, softcap: as in flash_attention. sinks: whether the call has sinks. segments: None;
-    "packed", segments in sequence with padding at the end; or "mixed", ids in any order. bias: None, or the axes of a
+    "packed", segments in sequence with padding at the end; "mixed", ids in any order; or "both", where every second
+    batch entry is "mixed". bias: None, or the axes of a
     bias, from "bhts" (batch, heads, queries, keys); its other axes have length 1. bias_dtype: "" for dtype. bias_masks:
     some entries of the bias, and some whole rows, are -inf. bias_low: added to the bias where a key comes after its
     query, as in causal masks by -1e30. mask: None, or the axes of a bool mask, as for bias. With "t", some queries have
@@ -141,8 +142,14 @@ class AttentionCase:
     def _segment_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids of the queries and of the keys, int32 [B, T] and [B, S]."""
         lengths, random = (self.q_length, self.kv_length), self._random(3)
-        if self.segments == "mixed":
-            q_ids, kv_ids = (random.integers(-1, 3, (self.batch, length), np.int32) for length in lengths)
+        if self.segments in ("mixed", "both"):
+            mixed = [random.integers(-1, 3, (self.batch, length), np.int32) for length in lengths]
+            if self.segments == "both":
+                for ids, sorted_ids in zip(
+                    mixed, dataclasses.replace(self, segments="packed")._segment_ids(), strict=True
+                ):
+                    ids[::2] = sorted_ids[::2]
+            q_ids, kv_ids = mixed
             return q_ids, kv_ids
         # Two segments of about a third each, a shorter segment, a tenth of padding. The borders differ between entries.
         borders = np.array([0.33, 0.66, 0.9]) - random.random((self.batch, 1)) / 10
@@ -239,6 +246,7 @@ ATTENTION_CASES = (
     AttentionCase("segments", segments="packed", q_length=150, kv_length=150),
     AttentionCase("segments_causal", segments="packed", q_length=140, kv_length=140, heads=4, is_causal=True),
     AttentionCase("segments_mixed", segments="mixed", q_length=77, kv_length=131),
+    AttentionCase("segments_both", segments="both", q_length=150, kv_length=131, heads=4, is_causal=True, q_offset=20),
     AttentionCase("segments_window", segments="packed", q_length=140, kv_length=140, window=(30, 5)),
     AttentionCase("softcap", softcap=2.0),
     AttentionCase("softcap_causal", softcap=30.0, is_causal=True, q_length=99, kv_length=131, magnitude=10.0),
@@ -349,6 +357,7 @@ GPU_ATTENTION_CASES = (
     _long("long_window_causal", 64, window=512, is_causal=True, heads=8, kv_heads=2),
     _long("long_window_odd", 128, window=(300, -1), q_length=2047, kv_length=1999, q_offset=50),
     _long("long_segments", 128, batch=2, segments="packed", is_causal=True),
+    _long("long_segments_both", 128, batch=2, segments="both", is_causal=True, heads=8, kv_heads=2),
     _long("long_segments_mixed", 64, segments="mixed"),
     _long("long_softcap", 128, softcap=2.0, is_causal=True),
     _long("long_sinks", 64, sinks=True, window=512, is_causal=True, heads=8, kv_heads=2),

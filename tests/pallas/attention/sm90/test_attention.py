@@ -140,6 +140,11 @@ CASES = {
     | {"q_length": 700, "kv_length": 700, "heads": 2, "segments": "packed", "races": True}
     | {"persistent": {"ctas": 2, "v_stages": 1}},
     "segments_128_mixed": SMALL | WIDE | {"segments": "mixed", "q_length": 77, "kv_length": 203},
+    "segments_128_both": SMALL
+    | WIDE
+    | {"batch": 2, "segments": "both", "heads": 4, "kv_heads": 2, "is_causal": True, "q_length": 133, "kv_length": 203},
+    "segments_64_both": SMALL
+    | {"batch": 2, "segments": "both", "heads": 4, "kv_heads": 2, "window": 70, "q_length": 200},
     "segments_256_causal": SMALL
     | VERY_WIDE
     | {"segments": "packed", "is_causal": True, "q_length": 64, "kv_length": 200},
