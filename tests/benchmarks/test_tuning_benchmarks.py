@@ -77,6 +77,7 @@ def test_the_budget(tmp_path, capsys):
     assert "no time for rms_norm 4x128, rms_norm 64x256" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_failures(tmp_path, capsys, monkeypatch):
     """A call that fails leaves the others alone."""
     broken = dataclasses.replace(FORWARD[0], shapes=((4, 128), (3,)))
@@ -123,6 +124,7 @@ def test_the_check_with_gradients(tmp_path, monkeypatch):
     assert row["with_gradients"]
 
 
+@pytest.mark.slow
 def test_calls():
     """Each call is another one, also by the buckets of tuning: none of the check is shipped."""
     with on_device("h200"):
