@@ -49,8 +49,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__)
     parser.add_argument("--devices", default="1,2,4", help="comma list of numbers of GPUs; missing GPUs are reported")
     parser.add_argument("--tokens", default="16384,65536,131072", help="comma list of global tokens, causal")
-    told = "comma list of each GPU's tokens, forward, not causal; '' for none"
-    parser.add_argument("--local-tokens", default="4096,8192,16384,32768", help=told)
+    text = "comma list of each GPU's tokens, forward, not causal; '' for none"
+    parser.add_argument("--local-tokens", default="4096,8192,16384,32768", help=text)
     parser.add_argument("--heads", type=command_line.positive(int), default=16)
     parser.add_argument("--head-dim", type=command_line.positive(int), default=128)
     parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
@@ -58,31 +58,31 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--implementation", help="of ring_attention; default: its own choice")
     parser.add_argument("--rounds", type=command_line.positive(int), default=5)
     parser.add_argument("--seconds", type=command_line.positive(float), default=0.1, help="queued work of one turn")
-    told = "the most tokens whose results are compared with flash_attention on one GPU"
-    parser.add_argument("--check", type=int, default=16384, help=told)
+    text = "the most tokens whose results are compared with flash_attention on one GPU"
+    parser.add_argument("--check", type=int, default=16384, help=text)
     parser.add_argument("--strategy", default="ring", choices=STRATEGIES, help="of ring_attention")
-    told = "of ring_attention: steps that sends go ahead; default: its own choice"
-    parser.add_argument("--sends-ahead", type=command_line.positive(int), help=told)
-    told = "the most GPUs that exchange heads by permutes; more use all-to-alls; default: from the block specs"
-    parser.add_argument("--permutes-up-to", type=command_line.positive(int), help=told)
+    text = "of ring_attention: steps that sends go ahead; default: its own choice"
+    parser.add_argument("--sends-ahead", type=command_line.positive(int), help=text)
+    text = "the most GPUs that exchange heads by permutes; more use all-to-alls; default: from the block specs"
+    parser.add_argument("--permutes-up-to", type=command_line.positive(int), help=text)
     parser.add_argument("--nccl", action="store_true", help="sends by NCCL's kernels, without compiler_options")
-    told = "tokens before a query that the query sees in the causal cases; 0 for all"
-    parser.add_argument("--window", type=int, default=0, help=told)
+    text = "tokens before a query that the query sees in the causal cases; 0 for all"
+    parser.add_argument("--window", type=int, default=0, help=text)
     parser.add_argument("--layout", default="zigzag", choices=(*LAYOUTS, DOCUMENTS), help="of the causal cases")
-    told = "comma list of the shares of packed documents in the tokens of the causal cases, such as 0.5,0.3,0.2"
-    parser.add_argument("--documents", default="", help=told)
-    told = "the causal cases have their limits, and 128 global tokens, as a mask"
-    parser.add_argument("--masked", action="store_true", help=told)
-    told = "time the kernels of the first GPU in extra calls, by CUPTI: profile_ms of the rows"
-    parser.add_argument("--profile", action="store_true", help=told)
-    told = "comma list of global tokens for which only the first call is timed, causal; '' for none"
-    parser.add_argument("--long", default="", help=told)
-    told = "processes that compile cases at once; they take turns on the GPUs"
-    parser.add_argument("--processes", type=command_line.positive(int), default=1, help=told)
+    text = "comma list of the shares of packed documents in the tokens of the causal cases, such as 0.5,0.3,0.2"
+    parser.add_argument("--documents", default="", help=text)
+    text = "the causal cases have their limits, and 128 global tokens, as a mask"
+    parser.add_argument("--masked", action="store_true", help=text)
+    text = "time the kernels of the first GPU in extra calls, by CUPTI: profile_ms of the rows"
+    parser.add_argument("--profile", action="store_true", help=text)
+    text = "comma list of global tokens for which only the first call is timed, causal; '' for none"
+    parser.add_argument("--long", default="", help=text)
+    text = "processes that compile cases at once; they take turns on the GPUs"
+    parser.add_argument("--processes", type=command_line.positive(int), default=1, help=text)
     parser.add_argument("--torch", action="store_true", help="also time PyTorch's context_parallel")
     parser.add_argument("--limit", type=command_line.positive(float), default=LIMIT, help="seconds for one case")
-    told = "seconds after which no more work begins"
-    parser.add_argument("--budget", type=command_line.positive(float), default=230, help=told)
+    text = "seconds after which no more work begins"
+    parser.add_argument("--budget", type=command_line.positive(float), default=230, help=text)
     parser.add_argument("--worker", choices=("jax", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
@@ -211,8 +211,8 @@ class Run:
             command, asked, limit=self.args.limit, deadline=self.deadline, environment=environment
         )  # fmt: skip
         for case, (_, rows, reason) in zip(todo, answers, strict=True):
-            told = contenders[:1] if case.devices == 1 else [x for x in contenders if x not in PARTS or x in case.parts]
-            self.results["rows"] += rows or failed(case, told, reason)
+            text = contenders[:1] if case.devices == 1 else [x for x in contenders if x not in PARTS or x in case.parts]
+            self.results["rows"] += rows or failed(case, text, reason)
             say(f"{case.label}: {reason or 'done'}")
             self.save()
 
@@ -292,10 +292,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"expected: {where}: {shares}")
     for row in run.results["rows"]:
         if (profile := row.get("profile_ms")) is not None:
-            told = ", ".join(f"{name} {x:.3f}" for name, x in profile.items() if name != "kernels")
+            text = ", ".join(f"{name} {x:.3f}" for name, x in profile.items() if name != "kernels")
             where = f"{row['devices']} x {row['local_tokens']} tokens, {row['mode']}, {row['contender']}"
             kernels = [f"\n{x['ms']:10.3f} {x['launches']:6.1f}  {x['name']}" for x in profile["kernels"][:12]]
-            console.print(f"profile: {where}: {told}{''.join(kernels)}", markup=False)
+            console.print(f"profile: {where}: {text}{''.join(kernels)}", markup=False)
     reasons = dict.fromkeys(
         f"{x['contender']}: {x['status']}: {x['reason']}" for x in run.results["rows"] if x["reason"]
     )

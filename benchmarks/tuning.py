@@ -199,9 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             clock.check()
             settings = Settings(timer=timer, seconds=args.seconds, gradients=case.gradients, step=clock.check)
             row |= check(case, settings, args.rounds, clock)
-            told = f"pick / best {row['ratio']:.3f}: {row['pick']} {row['pick_ms']:.4f} ms"
-            told += "" if row["pick"] == row["best"] else f", {row['best']} {row['best_ms']:.4f} ms"
-            clock.say(f"{case.name}: {told}; {row['candidates']} candidates, {len(row['pruned'])} left out by tuning")
+            text = f"pick / best {row['ratio']:.3f}: {row['pick']} {row['pick_ms']:.4f} ms"
+            text += "" if row["pick"] == row["best"] else f", {row['best']} {row['best_ms']:.4f} ms"
+            clock.say(f"{case.name}: {text}; {row['candidates']} candidates, {len(row['pruned'])} left out by tuning")
         except OutOfTimeError as error:
             row |= {"status": "skipped", "reason": str(error)}
         except Exception as error:  # the other calls may work

@@ -10,10 +10,17 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedCall, GroupedRow
-from jax_kernels.pallas.block_specs.matmul_specs import LowBitCall, MatmulCall, MatmulLowBitRow, MatmulRow
+from jax_kernels.pallas.block_specs.matmul_specs import (
+    GroupedCall,
+    GroupedRow,
+    LowBitCall,
+    MatmulCall,
+    MatmulLowBitRow,
+    MatmulRow,
+)
 from jax_kernels.pallas.block_specs.normalization_specs import NormRow
 from jax_kernels.pallas.block_specs.record import BlockSpecs, first, sm_name
+from jax_kernels.pallas.block_specs.ring_specs import RingCall, RingRow
 from jax_kernels.pallas.block_specs.sm80 import SM80
 from jax_kernels.pallas.block_specs.sm90 import SM90
 from jax_kernels.pallas.block_specs.specs import (
@@ -25,8 +32,6 @@ from jax_kernels.pallas.block_specs.specs import (
     DilatedLaunches,
     DqueryCall,
     Fp8Call,
-    RingCall,
-    RingRow,
     TimedGpu,
 )
 

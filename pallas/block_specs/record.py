@@ -4,16 +4,21 @@ import dataclasses
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedOrder, GroupedRow
-from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitRow, MatmulOrder, MatmulRow
+from jax_kernels.pallas.block_specs.matmul_specs import (
+    GroupedOrder,
+    GroupedRow,
+    MatmulLowBitRow,
+    MatmulOrder,
+    MatmulRow,
+)
 from jax_kernels.pallas.block_specs.normalization_specs import NormOrder, NormRow
+from jax_kernels.pallas.block_specs.ring_specs import RingRow
 from jax_kernels.pallas.block_specs.specs import (
     AttentionDecodeRow,
     AttentionDqueryRow,
     AttentionFp8Row,
     AttentionRow,
     DilatedLaunches,
-    RingRow,
     TimedGpu,
 )
 

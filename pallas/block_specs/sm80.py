@@ -4,8 +4,9 @@ tests/pallas/attention/compile_budget.json has ptxas's registers and spills of e
 yet: the rows are the largest blocks that fit the registers.
 """
 
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedOrder, GroupedRow
 from jax_kernels.pallas.block_specs.matmul_specs import (
+    GroupedOrder,
+    GroupedRow,
     MatmulLowBitRow,
     MatmulLowBitTriton,
     MatmulOrder,

@@ -3,8 +3,10 @@
 The comment at a value gives its reason. benchmarks/notes has the other values that were tried.
 """
 
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedOrder, GroupedRow, GroupedSm90
 from jax_kernels.pallas.block_specs.matmul_specs import (
+    GroupedOrder,
+    GroupedRow,
+    GroupedSm90,
     MatmulLowBitRow,
     MatmulLowBitSm90,
     MatmulOrder,
@@ -14,6 +16,7 @@ from jax_kernels.pallas.block_specs.matmul_specs import (
 )
 from jax_kernels.pallas.block_specs.normalization_specs import NormOrder, NormRow, NormSm90
 from jax_kernels.pallas.block_specs.record import BlockSpecs, measured
+from jax_kernels.pallas.block_specs.ring_specs import RingCosts, RingRow
 from jax_kernels.pallas.block_specs.sm80 import SM80
 from jax_kernels.pallas.block_specs.sm90_attention import (
     ATTENTION,
@@ -22,7 +25,7 @@ from jax_kernels.pallas.block_specs.sm90_attention import (
     ATTENTION_FP8,
     DILATED_LAUNCHES,
 )
-from jax_kernels.pallas.block_specs.specs import H100, H200, RingCosts, RingRow
+from jax_kernels.pallas.block_specs.specs import H100, H200
 
 # rows: 16 x 8192 x 8192 (rows, columns, inner) takes 0.033 ms in Triton, 0.035 in XLA and 0.076 in the Hopper kernel;
 # 64 x 4096 x 4096 takes 0.0122, 0.0145 and 0.0392. tiles: with fewer tiles than SMs some SMs idle.

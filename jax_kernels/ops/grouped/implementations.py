@@ -14,7 +14,7 @@ from jax_kernels.ops import unsupported
 from jax_kernels.ops.activations import has_known_activation, not_for_mosaic, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel, plain
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedCall, GroupedSm90
+from jax_kernels.pallas.block_specs.matmul_specs import GroupedCall, GroupedSm90
 from jax_kernels.pallas.grouped.sm90.matmul import grouped_matmul as sm90_matmul
 from jax_kernels.pallas.grouped.sm90.weight_gradient import weight_gradient as sm90_weight_gradient
 from jax_kernels.pallas.grouped.triton.matmul import grouped_matmul as triton_matmul

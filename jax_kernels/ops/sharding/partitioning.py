@@ -218,7 +218,7 @@ def partitioned(
                 mesh, shardings = _inside_shard_map(context, shapes)
             spread = every.spread(shardings)
             of = lambda axis: spread.get(axis.name) if shares.is_shared(axis) else None
-            place = lambda axes: NamedSharding(shardings[0].mesh, PartitionSpec(*map(of, axes)))
+            sharded = lambda axes: NamedSharding(shardings[0].mesh, PartitionSpec(*map(of, axes)))
             missing = []
             for axes in found[1]:
                 has = {axis.name for axis in axes if axis is not None}
@@ -238,7 +238,7 @@ def partitioned(
                 on_device = _switched(shares.by_index, over, math.prod(mesh.shape[name] for name in over), lowered)
             # A device's function has its own constants: they depend on the shapes of its shard.
             local = lambda *given: _summed(on_device, missing, *given[: len(given) - count])
-            return mesh, local, tuple(map(place, found[1])), tuple(map(place, every.arguments))
+            return mesh, local, tuple(map(sharded, found[1])), tuple(map(sharded, every.arguments))
 
         wrapped = custom_partitioning(of_constants)
         wrapped.def_partition(partition=partition, sharding_rule=lambda *_: every.rule(found[1]))

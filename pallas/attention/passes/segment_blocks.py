@@ -153,8 +153,8 @@ def _spans(
     of_rows = functools.partial(_of_rows, exists)
     # Ids below 0 count as larger than all others: they are sorted if they come last.
     keys = lambda ids: jnp.where(ids < 0, last, ids)
-    place = iota(len(exists))[:, None] * block + iota(block)[None, :]
-    following = plgpu.load(flat_ref.at[place + 1], mask=of_rows(block) & (place + 1 < exists.sum() * block), other=-1)
+    index = iota(len(exists))[:, None] * block + iota(block)[None, :]
+    following = plgpu.load(flat_ref.at[index + 1], mask=of_rows(block) & (index + 1 < exists.sum() * block), other=-1)
     is_sorted = ((keys(other_ids) <= keys(following)) & (other_ids != last)).astype(jnp.int32).min() > 0
     highest = jnp.where(exists, keys(other_ids).max(axis=1), last)
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.group_tiles import found_tiles, group_offsets
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
+from jax_kernels.pallas.block_specs.matmul_specs import GroupedSm90
 from jax_kernels.pallas.grouped.sm90 import fp8
 from jax_kernels.pallas.grouped.sm90.state import (
     BLOCK_M,

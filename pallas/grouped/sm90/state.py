@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.group_tiles import FoundTiles, tile_count
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
+from jax_kernels.pallas.block_specs.matmul_specs import GroupedSm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.mosaic.launch import run_warpgroup
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT

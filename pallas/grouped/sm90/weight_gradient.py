@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.inputs.group_tiles import group_offsets
 from jax_kernels.inputs.group_tiles import largest_first as largest
 from jax_kernels.inputs.grouped_matmul import GroupedOptions, WeightGradientInputs
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
+from jax_kernels.pallas.block_specs.matmul_specs import GroupedSm90
 from jax_kernels.pallas.grouped.sm90.state import (
     BLOCK_M,
     BUFFERS,

@@ -121,8 +121,8 @@ def main(names) -> dict:
 def test_matches_flash_attention(names):
     results = cpu_devices.results_of(__file__, names, JAX_KERNELS_INTERPRET="1")
     for name, found in results.items():
-        for what, error in found["errors"].items():
-            assert error < 2e-6, (name, what, error)
+        for array, error in found["errors"].items():
+            assert error < 2e-6, (name, array, error)
     for whole in {"two_whole", "one"} & set(names):
         assert results[whole]["travels"] == 0
 

@@ -16,8 +16,8 @@ from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
 from jax_kernels.ops.ring.steps import Step
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.ring_specs import RingRow
 from jax_kernels.pallas.block_specs.sm90 import SM90
-from jax_kernels.pallas.block_specs.specs import RingRow
 
 MESH = jax.make_mesh((1,), ("sequence",), (jax.sharding.AxisType.Auto,))
 X = jnp.ones((1, 6, 4, 8))

@@ -8,7 +8,7 @@ from jax_kernels.ops.ring.layouts import DOCUMENTS, Layout
 from jax_kernels.ops.ring.partial_results import WIDEST_JOINED
 from jax_kernels.ops.ring.planning.costs import Prediction, Sizes, predicted
 from jax_kernels.ops.ring.ring_call import RingArrays
-from jax_kernels.pallas.block_specs.specs import RingCosts
+from jax_kernels.pallas.block_specs.ring_specs import RingCosts
 
 __all__ = ["chosen", "predictions"]
 

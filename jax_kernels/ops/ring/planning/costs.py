@@ -4,7 +4,7 @@ import dataclasses
 
 from jax_kernels.ops.ring.layouts import DOCUMENTS, Layout
 from jax_kernels.ops.ring.traffic import pairs_of_devices
-from jax_kernels.pallas.block_specs.specs import RingCosts
+from jax_kernels.pallas.block_specs.ring_specs import RingCosts
 
 __all__ = ["Prediction", "Sizes", "predicted"]
 

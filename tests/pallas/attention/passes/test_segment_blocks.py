@@ -41,8 +41,8 @@ def test_kernel_equals_xla(lengths, is_sorted, of_keys):
         if b == 0 or not is_sorted:
             assert (spans[b] == [[0], [block_ranges.NOT_SORTED]]).all()
             continue
-        place = np.arange(other_ids.shape[1])
-        inside = (place >= spans[b, 0][:, None]) & (place < spans[b, 1][:, None])
+        other = np.arange(other_ids.shape[1])
+        inside = (other >= spans[b, 0][:, None]) & (other < spans[b, 1][:, None])
         np.testing.assert_array_equal(inside, (own_ids[b][:, None] == other_ids[b]) & (own_ids[b] >= 0)[:, None])
 
 

@@ -15,7 +15,7 @@ import pytest
 from jax_kernels import explain, grouped_gated_matmul, grouped_matmul, quantize
 from jax_kernels.dispatch import on_device
 from jax_kernels.inputs.group_tiles import found_tiles, group_offsets
-from jax_kernels.pallas.block_specs.grouped_specs import GroupedSm90
+from jax_kernels.pallas.block_specs.matmul_specs import GroupedSm90
 from jax_kernels.pallas.grouped.sm90.state import BLOCK_M, ROWS, Turn, WorkTile
 from jax_kernels.testing import grouped_gated_matmul as gated_cases
 from jax_kernels.testing import grouped_matmul as cases
