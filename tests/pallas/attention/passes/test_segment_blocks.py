@@ -57,6 +57,13 @@ def test_spans_of_the_largest_ids(highest):
         np.testing.assert_array_equal(spans[0, :, :5], [[0, 0, 2, 2, 0], [2, 2, 4, 4, 0]])
 
 
+def test_a_single_swap_is_not_sorted():
+    """Only neighbours are in the wrong order: 1 then 0 at indices 1 and 2."""
+    ids, side = jnp.array([[0, 1, 0, 1, 1, 2]], jnp.int32), Side(block=16, none=-1)
+    spans = segment_blocks.of_ids(ids, ids, side, side, interpret=True).spans
+    np.testing.assert_array_equal(spans[0, 1], block_ranges.NOT_SORTED)
+
+
 @pytest.mark.parametrize(
     ("length", "block", "is_one_launch"), [(16384, 128, True), (16385, 128, False), (999, 96, False)]
 )
