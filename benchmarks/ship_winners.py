@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from harness import command_line
+from harness.parts import add_part, exclusive, part_of
 from harness.process import refuse
 from harness.side_by_side import gpu_alone
 from harness.timing import first_line
@@ -28,13 +29,10 @@ from harness.tuned_calls import (
     OutOfTimeError,
     TunedCase,
     TurnsMeasurement,
-    add_part,
     attention,
     decoding,
-    exclusive,
     matmul,
     norm,
-    part_of,
     prepare,
 )
 

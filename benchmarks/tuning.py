@@ -16,8 +16,6 @@ Rows of other calls in --output are kept. The exit status is 1 if a call failed.
 """
 
 import dataclasses
-import json
-import pathlib
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +23,7 @@ from typing import Any
 
 import jax
 from harness import command_line, report
+from harness.parts import add_part, merge_rows, part_of
 from harness.side_by_side import gpu_alone
 from harness.timing import first_line, spread
 from harness.tuned_calls import (
@@ -32,11 +31,8 @@ from harness.tuned_calls import (
     OutOfTimeError,
     TunedCase,
     TurnsMeasurement,
-    add_part,
     attention,
-    exclusive,
     matmul,
-    part_of,
     prepare,
 )
 
@@ -167,19 +163,6 @@ def check(case: TunedCase, settings: Settings, rounds: int, clock: Clock) -> dic
     }
 
 
-def write(path: pathlib.Path | None, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the rows, with the rows of other calls in the file. Other processes may do so at the same time."""
-    if path is None:
-        return
-    with exclusive(path):
-        try:
-            before = json.loads(path.read_text())["rows"]
-        except (OSError, ValueError, KeyError, TypeError):
-            before = []
-        names = {row["name"] for row in rows}
-        report.write_json(path, {**head, "rows": [*(row for row in before if row["name"] not in names), *rows]})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__)
     parser.add_argument("--budget", type=command_line.positive(float), default=240, help="seconds")
@@ -209,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             clock.say(f"{case.name}: failed: {row['reason']}")
         rows.append(row)
         if row["status"] != "skipped":
-            write(args.output, head, [x for x in rows if x["status"] != "skipped"])
+            merge_rows(args.output, head, [x for x in rows if x["status"] != "skipped"])
         jax.clear_caches()  # executables of the call
     ratios = [row["ratio"] for row in rows if row["status"] == "ok"]
     skipped = [row["name"] for row in rows if row["status"] == "skipped"]

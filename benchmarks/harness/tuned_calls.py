@@ -1,16 +1,10 @@
 """Calls that the benchmarks of tuning tune, each in turns on the GPU with other processes (side_by_side)."""
 
-import argparse
 import dataclasses
-import fcntl
 import functools
-import hashlib
 import os
-import pathlib
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,13 +23,10 @@ __all__ = [
     "OutOfTimeError",
     "TunedCase",
     "TurnsMeasurement",
-    "add_part",
     "attention",
     "decoding",
-    "exclusive",
     "matmul",
     "norm",
-    "part_of",
     "prepare",
 ]
 
@@ -196,31 +187,3 @@ def prepare(part: tuple[int, int]) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.24")
     prepare_process()
-
-
-def add_part(parser: argparse.ArgumentParser) -> None:
-    """Adds --part, for processes that share the calls."""
-    text = "I/N: each N-th call, from the I-th on: start N processes with one BENCHMARK_LOCK, and one --output"
-    parser.add_argument("--part", type=_part, default=(1, 1), help=text)
-
-
-def _part(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, want I/N with I from 1 to N")
-    return int(index), int(count)
-
-
-def part_of[Case](cases: Sequence[Case], part: tuple[int, int]) -> list[Case]:
-    index, count = part
-    return list(cases[index - 1 :: count])
-
-
-@contextmanager
-def exclusive(path: pathlib.Path) -> Iterator[None]:
-    """One process at a time reads and writes the file, whose folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    with open(pathlib.Path(tempfile.gettempdir()) / f"jax_kernels_{digest}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -6,7 +6,7 @@ import json
 import pytest
 import ship_winners
 import tuning
-from harness import tuned_calls
+from harness import parts, tuned_calls
 from harness.tuned_calls import norm
 
 from jax_kernels import flash_attention
@@ -146,8 +146,8 @@ def test_a_request_of_a_call():
 
 
 def test_parts(monkeypatch, capsys):
-    parts = [tuned_calls.part_of(range(10), (index, 3)) for index in (1, 2, 3)]
-    assert sorted(x for part in parts for x in part) == list(range(10))
+    shares = [parts.part_of(range(10), (index, 3)) for index in (1, 2, 3)]
+    assert sorted(x for share in shares for x in share) == list(range(10))
     for text in ("0/3", "4/3", "3", "a/b"):
         with pytest.raises(SystemExit):
             tuning.main(["--part", text])
