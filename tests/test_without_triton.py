@@ -2,6 +2,8 @@
 
 import importlib
 import pkgutil
+import sys
+from collections.abc import Collection
 
 from tests.support.processes import python, without_triton  # first: it may block Pallas-Triton
 
@@ -135,22 +137,30 @@ def hopper_calls():
     }
 
 
-def programs() -> None:
-    """Each call is traced for Hopper kernels, and without another kernel."""
-    for name, (function, arrays, kernel) in hopper_calls().items():
+def programs(names: Collection[str]) -> None:
+    """Each call of these names is traced for Hopper kernels, and without another kernel."""
+    calls = hopper_calls()
+    for name, (function, arrays, kernel) in ((name, calls[name]) for name in names):
         with on_device(device_info("h200")):
             program = str(jax.make_jaxpr(function)(*arrays))
         assert kernel in program, name
         assert "_triton" not in program, name
 
 
-def test_without_triton():
+QUICK = ("plain", "mask", "decode", "fp8", "low_bit", "wide_norm")
+
+
+@pytest.mark.parametrize("tier", ["quick", pytest.param("slow", marks=pytest.mark.slow)])
+def test_without_triton(tier):
     """The script runs in a process of its own: this one may have imported Pallas-Triton."""
-    python.done_by(__file__, limit=480, JAX_PLATFORMS="cpu", **{without_triton.VARIABLE: "1"})
+    python.done_by(__file__, tier, limit=480, JAX_PLATFORMS="cpu", **{without_triton.VARIABLE: "1"})
 
 
 if __name__ == "__main__":
-    imports()
-    plans()
-    results()
-    programs()
+    if sys.argv[1] == "quick":
+        imports()
+        plans()
+        results()
+        programs(QUICK)
+    else:
+        programs(hopper_calls().keys() - set(QUICK))
