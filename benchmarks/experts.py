@@ -33,7 +33,7 @@ from harness.timing import Contender, alternate, host_timer, spread
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_kernels import grouped_matmul
+from jax_kernels import compiler_options, grouped_matmul
 from jax_kernels.models import MixtureOfExperts, ShardingRules
 
 SHAPES = "16384,2560,1280,64,2"
@@ -90,7 +90,8 @@ def block(case: Case, devices: int = 1, exchange: str = "gather") -> Callable[[i
         parameters = jax.tree_util.tree_map_with_path(placed, parameters)
         spec = rules.spec(("batch", "tokens", None), (devices, case.tokens, case.model_dim), mesh)
         given = [jax.device_put(y, NamedSharding(mesh, spec)) for y in case.arrays(devices)]
-        program = jax.jit(functools.partial(step, graphdef)).lower(parameters, *given).compile()
+        run = jax.jit(functools.partial(step, graphdef), compiler_options=compiler_options(mesh))
+        program = run.lower(parameters, *given).compile()
     return lambda index: program(parameters, *given)
 
 

@@ -18,7 +18,7 @@ from jax_kernels.models.layers.linear import GatedMLP
 from jax_kernels.models.layers.pairs import Pairs
 from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, route
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
-from jax_kernels.models.parallel.token_exchange import exchange_rows
+from jax_kernels.models.parallel.token_exchange import exchange_rows, gather_tokens, scatter_tokens
 from jax_kernels.ops.checks import checked_array
 from jax_kernels.ops.grouped.experts import Combination, gated_experts
 from jax_kernels.ops.grouped.grouped_matmul import grouped_gated_matmul, grouped_matmul
@@ -269,7 +269,8 @@ class MixtureOfExperts(nnx.Module):
             return out.reshape(x.shape), routing
         tokens, weights, experts = (devices.gathered(y) for y in (tokens, weights, experts))
         owned = up.shape[0]
-        pairs = Pairs.of(devices.local(experts, owned), owned)
+        skips = bool(devices.expert) and self.implementation != "xla"
+        pairs = Pairs.of(devices.local(experts, owned), owned, skips=skips)
         out = self._weighted(tokens, weights, pairs, kernels)
         return devices.summed(devices.scattered(out, x.dtype)).reshape(x.shape), routing
 
@@ -287,7 +288,7 @@ class MixtureOfExperts(nnx.Module):
             up,
             down,
             pairs.sizes,
-            combination=Combination(weights=weights, order=pairs.order, inverse=pairs.inverse),
+            combination=Combination(weights, order=pairs.order, inverse=pairs.inverse, live_count=pairs.live_count),
             activation=self.activation,
             implementation=self.implementation,
         )
@@ -365,17 +366,14 @@ class _Devices:
 
     def gathered(self, y: jax.Array) -> jax.Array:
         """The rows of all devices that exchange tokens: [N * devices, ...] from y [N, ...]."""
-        return lax.all_gather(y, self.exchanged, tiled=True) if self.exchanged else y
+        return gather_tokens(y, self.exchanged) if self.exchanged else y
 
     def scattered(self, out: jax.Array, dtype: Any) -> jax.Array:
         """The rows of the device's own tokens, from the rows of `gathered` tokens, summed over the same devices.
 
         out: float32, as the result. Each device's share is sent in `dtype`; the sum is in float32.
         """
-        if not self.exchanged:
-            return out
-        shares = lax.all_to_all(out.astype(dtype), self.exchanged, split_axis=0, concat_axis=0, tiled=True)
-        return shares.reshape(lax.axis_size(self.exchanged), -1, out.shape[1]).astype(jnp.float32).sum(0)
+        return scatter_tokens(out.astype(dtype), self.exchanged) if self.exchanged else out
 
     def summed(self, out: jax.Array) -> jax.Array:
         """The sum over the devices that have the same tokens, and other experts or columns of mlp_dim."""

@@ -1,4 +1,4 @@
-"""An all-to-all of rows in which each device sends another number of rows to each device."""
+"""Exchanges of tokens between the devices along mesh axes, inside jax.shard_map."""
 
 from typing import Any
 
@@ -6,7 +6,42 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["exchange_rows"]
+from jax_kernels.tracing.derivatives import in_both_modes
+
+__all__ = ["exchange_rows", "gather_tokens", "scatter_tokens"]
+
+
+def scatter_tokens(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over the devices along mesh axes of a device's own rows: [N, D] from x [devices * N, D].
+
+    Row N * i + j of x is row j of device i. Each device's share is sent in x's dtype, by an all-to-all; the sum and the
+    result are float32.
+    """
+    shares = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+    return shares.reshape(lax.axis_size(axes), -1, x.shape[1]).astype(jnp.float32).sum(0)
+
+
+def _gathered_tokens(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return lax.all_gather(x, axes, tiled=True)
+
+
+def _gathered_forward(axes: tuple[str, ...], x: jax.Array) -> Any:
+    return _gathered_tokens(axes, x), None
+
+
+def _gathered_backward(axes: tuple[str, ...], _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (scatter_tokens(cotangent, axes).astype(cotangent.dtype),)
+
+
+_gather_in_both_modes = in_both_modes(_gathered_tokens, _gathered_forward, _gathered_backward)
+
+
+def gather_tokens(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The rows of all devices along mesh axes, [devices * N, D] from x [N, D]. Its gradient is scatter_tokens.
+
+    An all-to-all can be copies by a GPU's copy engines, which run during kernels; a reduce-scatter occupies SMs.
+    """
+    return _gather_in_both_modes(axes, x)
 
 
 def exchange_rows(rows: jax.Array, capacity: int, sizes: jax.Array, axis: str) -> jax.Array:

@@ -21,14 +21,16 @@ from jax_kernels import chunks
 from jax_kernels.chunks import Need
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.inputs.matmul import in_range
+from jax_kernels.ops.activations import has_known_activation
 from jax_kernels.ops.grouped import gradients
 from jax_kernels.ops.grouped.checks import check_gated, refuse_quantized
 from jax_kernels.ops.grouped.implementations import GATED
-from jax_kernels.ops.grouped.rows import copied_rows, summed_rows
+from jax_kernels.ops.grouped.rows import can_skip, first_rows, summed_rows
 from jax_kernels.ops.matmul.gradients import epilogue_gradients
 from jax_kernels.ops.matmul.mlp import RESIDUALS
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.ops.sharding.partitioning import is_partitioned
+from jax_kernels.pallas.grouped.passes.live_rows import map_live_rows
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
@@ -41,12 +43,14 @@ class Combination(NamedTuple):
     group.
 
     order: int32 [M], from a row to its pair. inverse: int32 [tokens * each], from a pair to its row; M or more for a
-    pair without a row, which adds 0.
+    pair without a row, which adds 0. live_count: int32, the number of rows of all groups, if it may be far below M: passes
+    over the rows then end there. None otherwise.
     """
 
     weights: Float[Array, "tokens each"]
     order: Int32[Array, " M"]
     inverse: Int32[Array, " pairs"]
+    live_count: Int32[Array, ""] | None = None
 
     def summed(self, rows: jax.Array) -> jax.Array:
         """The weighted sum over each token's rows, float32 [tokens, N]."""
@@ -160,19 +164,18 @@ def _backward(call, residuals, dout):
     inputs, saved = residuals
     (first, _, combination), dtype = inputs, inputs.first.x.dtype
     dout = dout.astype(dtype)
-    if combination is not None:
-        dout = copied_rows(dout, combination.order // combination.weights.shape[1])
-    dhidden = _down(call, inputs, dout, transpose_w=True).astype(jnp.float32)
-    hidden, dcombination = _hidden(call.options, saved), None
-    if combination is not None:
-        factor = combination.of_rows()[:, None]
-        # The activation of 0, in rows past the last group, may be infinite.
-        of_rows = gradients.without_other_rows((dhidden * hidden).sum(1, keepdims=True), first.group_sizes)[:, 0]
+    dcombination = None
+    if combination is None:
+        dhidden = _down(call, inputs, dout, transpose_w=True).astype(jnp.float32)
+        hidden = _hidden(call.options, saved).astype(dtype)
+        dz, dup = (y.astype(dtype) for y in epilogue_gradients(call.options, saved, dhidden))
+    else:
+        dout = first_rows(dout, combination.order // combination.weights.shape[1], combination.live_count)
+        dhidden = _down(call, inputs, dout, transpose_w=True)
+        dz, dup, hidden, of_rows = _weighted_gradients(call, combination, saved, dhidden)
+        of_rows = gradients.without_other_rows(of_rows[:, None], first.group_sizes)[:, 0]
         dweights = of_rows.at[combination.inverse].get(mode="fill", fill_value=0)
         dcombination = Combination(dweights.reshape(combination.weights.shape), order=None, inverse=None)  # type: ignore[arg-type]
-        dhidden, hidden = dhidden * factor, hidden * factor
-    dz, dup = (y.astype(dtype) for y in epilogue_gradients(call.options, saved, dhidden))
-    hidden = hidden.astype(dtype)
     dfirst = GroupedInputs(
         x=gradients.input_gradient(call, first, dz, dup),
         w=gradients.weight_gradient(call, first, dz),
@@ -182,6 +185,31 @@ def _backward(call, residuals, dout):
     of_down = GroupedInputs(x=hidden, w=inputs.down, group_sizes=first.group_sizes)
     ddown = gradients.weight_gradient(call, of_down, dout)
     return (ExpertsInputs(first=dfirst, down=ddown, combination=dcombination),)
+
+
+def _weighted_gradients(
+    call: PlannedCall, combination: Combination, saved: Any, dhidden: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(cotangents of x @ w_gate and of x @ w_up, hidden values times their rows' weights, gradients of these weights).
+
+    The first three are [M, H] in dhidden's dtype, the last is float32 [M]. saved: the GroupedResult of the first
+    matmuls. dhidden: [M, H], the cotangents of the hidden values without the weights.
+    """
+    dtype, factors = dhidden.dtype, combination.of_rows()
+    z, up = saved.preactivation, saved.up
+
+    def of_block(z: jax.Array, up: jax.Array, dhidden: jax.Array, factors: jax.Array) -> tuple[jax.Array, ...]:
+        part = saved._replace(preactivation=z, up=up)
+        hidden, dhidden = _hidden(call.options, part), dhidden.astype(jnp.float32)
+        cotangents = epilogue_gradients(call.options, part, dhidden * factors)
+        return *cotangents, hidden * factors, dhidden * hidden
+
+    if combination.live_count is not None and has_known_activation(call.options) and can_skip(z, z.shape):
+        count = combination.live_count.reshape(1)
+        of_rows = [z, up, dhidden]
+        return map_live_rows(of_block, of_rows, factors, count, [dtype] * 3, interpret=call.interpret)  # type: ignore[return-value]
+    dz, dup, hidden, summands = of_block(z, up, dhidden, factors[:, None])
+    return dz.astype(dtype), dup.astype(dtype), hidden.astype(dtype), summands.sum(1)
 
 
 def _hidden(options: GroupedOptions, saved: Any) -> jax.Array:

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels import dispatch
+from jax_kernels.pallas.grouped.passes import live_rows
 from jax_kernels.tracing.derivatives import in_both_modes
 
-__all__ = ["copied_rows", "permuted_rows", "summed_rows", "token_rows"]
+__all__ = ["can_skip", "copied_rows", "first_rows", "permuted_rows", "summed_rows", "token_rows"]
 
 
 def _taken(_: None, x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -50,29 +52,51 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return copied_rows(x, index), dx.at[index].get(mode="clip")  # words of bits have no derivative
 
 
-def _token_rows(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    return copied_rows(x, order // each)
+def first_rows(x: jax.Array, index: jax.Array, count: jax.Array | None) -> jax.Array:
+    """copied_rows(x, index). The rows from `count` on may have any values; None if all rows are wanted.
+
+    count: int32 without axes.
+    """
+    if count is None or not can_skip(x, (index.shape[0], x.shape[1])):
+        return copied_rows(x, index)
+    return live_rows.copy_live_rows(x, index, count.reshape(1), interpret=dispatch.interpreting())
 
 
-def _token_rows_forward(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array) -> Any:
-    return _token_rows(each, x, order, inverse), (order, inverse)
+def can_skip(x: jax.Array, *shapes: tuple[int, int]) -> bool:
+    """Whether passes over rows of x's dtype, and of these shapes, can end at the last row of a group.
+
+    They are Triton's, on GPUs from Ampere on and in Pallas's interpreter, for values of 16 bits.
+    """
+    capability = dispatch.target_device(x).compute_capability
+    has_device = dispatch.interpreting() if capability is None else capability >= (8, 0)
+    return has_device and x.dtype.itemsize == 2 and x.size > 0 and live_rows.supports(x.shape, *shapes)
+
+
+def _token_rows(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array, count: jax.Array | None) -> jax.Array:
+    return first_rows(x, order // each, count)
+
+
+def _token_rows_forward(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array, count: jax.Array | None) -> Any:
+    return _token_rows(each, x, order, inverse, count), (order, inverse)
 
 
 def _token_rows_backward(each: int, residuals: Any, cotangent: jax.Array) -> Any:
     order, inverse = residuals
     of_pairs = permuted_rows(cotangent.astype(jnp.float32), inverse, order)
-    return of_pairs.reshape(-1, each, cotangent.shape[1]).sum(1).astype(cotangent.dtype), None, None
+    return of_pairs.reshape(-1, each, cotangent.shape[1]).sum(1).astype(cotangent.dtype), None, None, None
 
 
 _token_rows_in_both_modes = in_both_modes(_token_rows, _token_rows_forward, _token_rows_backward)
 
 
-def token_rows(x: jax.Array, each: int, order: jax.Array, inverse: jax.Array) -> jax.Array:
+def token_rows(
+    x: jax.Array, each: int, order: jax.Array, inverse: jax.Array, count: jax.Array | None = None
+) -> jax.Array:
     """The token of each row, [rows, D], from x [N, D]. The gradient of a token is summed in float32.
 
-    each: the pairs of a token. order: from a row to its pair. inverse: from a pair to its row.
+    each: the pairs of a token. order: from a row to its pair. inverse: from a pair to its row. count: as in first_rows.
     """
-    return _token_rows_in_both_modes(each, x, order, inverse)
+    return _token_rows_in_both_modes(each, x, order, inverse, count)
 
 
 def summed_rows(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:

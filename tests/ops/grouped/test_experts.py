@@ -62,21 +62,30 @@ def _weighted_plainly(x, gate, up, down, weights, **options):
     return (weights[..., None] * of_pairs.reshape(TOKENS, EACH, -1)).sum(1)
 
 
-def _weighted(x, gate, up, down, weights, **options):
-    combination = Combination(weights=weights, order=jnp.asarray(ORDER), inverse=jnp.asarray(INVERSE))
+def _weighted(x, gate, up, down, weights, has_count=False, **options):
+    count = SIZES.sum(dtype=jnp.int32) if has_count else None
+    combination = Combination(weights, jnp.asarray(ORDER), jnp.asarray(INVERSE), count)
     return gated_experts(x, gate, up, down, SIZES, combination=combination, **options)
 
 
 @pytest.mark.parametrize(
-    ("implementation", "dtype"), [("xla", "float32"), ("xla", "float16"), ("triton", "bfloat16"), ("triton", "float16")]
+    ("implementation", "dtype", "has_count"),
+    [
+        ("xla", "float32", False),
+        ("xla", "float16", True),
+        ("triton", "bfloat16", False),
+        ("triton", "bfloat16", True),
+        ("triton", "float16", True),
+    ],
 )
-def test_weighted_sums_of_rows(implementation, dtype, monkeypatch):
-    """Results and all gradients against the sums of gated_experts' rows in float32."""
+def test_weighted_sums_of_rows(implementation, dtype, has_count, monkeypatch):
+    """Results and all gradients against the sums of gated_experts' rows in float32. With a count, passes end there."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     arrays = (*_arrays(jnp.dtype(dtype)), _normal(TOKENS, EACH, seed=5))
     exact = [y.astype(jnp.float32) for y in arrays]
     want, right = jax.vjp(functools.partial(_weighted_plainly, implementation="xla"), *exact)
-    got, vjp = jax.vjp(jax.jit(functools.partial(_weighted, implementation=implementation)), *arrays)
+    call = functools.partial(_weighted, implementation=implementation, has_count=has_count)
+    got, vjp = jax.vjp(jax.jit(call), *arrays)
     assert got.dtype == jnp.float32
     dout = _normal(*want.shape, seed=6)
     tolerance = 1e-5 if dtype == "float32" else 3e-2
