@@ -168,15 +168,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=command_line.positive(float), default=240, help="seconds")
     parser.add_argument("--seconds", type=command_line.positive(float), default=0.03, help="of a reading")
     parser.add_argument("--rounds", type=command_line.positive(int), default=9, help="readings of the fastest")
+    parser.add_argument("--calls", default="", help="list of names, separated by ';'; default: all")
     add_part(parser)
     args = parser.parse_args(argv)
+    wanted = [name.strip() for name in args.calls.split(";") if name.strip()]
+    if unknown := set(wanted) - {case.name for case in CASES}:
+        parser.error(f"calls: got {sorted(unknown)}, want names of {[case.name for case in CASES]}")
+    cases = [case for case in CASES if not wanted or case.name in wanted]
     clock = Clock(args.budget)
     prepare(args.part)
     with gpu_alone():
         timer = timers.choose()
     head = report.header(args.commit, timer=timer.name)
     rows: list[dict[str, Any]] = []
-    for case in part_of(CASES, args.part):
+    for case in part_of(cases, args.part):
         row: dict[str, Any] = {"name": case.name, "with_gradients": case.gradients, "status": "ok", "reason": ""}
         try:
             clock.check()

@@ -151,6 +151,9 @@ def test_parts(monkeypatch, capsys):
     for text in ("0/3", "4/3", "3", "a/b"):
         with pytest.raises(SystemExit):
             tuning.main(["--part", text])
+    with pytest.raises(SystemExit):
+        tuning.main(["--calls", "matmul 6144x6144x6144; matmul 1x1x1"])
+    assert "calls: got ['matmul 1x1x1']" in capsys.readouterr().err
     monkeypatch.delenv("BENCHMARK_LOCK", raising=False)
     with pytest.raises(SystemExit):
         tuned_calls.prepare((1, 2))
