@@ -17,8 +17,8 @@ class Pairs:
     """The pairs of a token and one of its experts, sorted by expert: a row for each.
 
     order: from a row to its pair. inverse: from a pair to its row. sizes: int32 [experts], the rows of each expert.
-    each: the pairs of a token. live_count: int32, the number of rows of all experts, if other devices have experts too: then
-    it may be far below the number of rows; None otherwise.
+    each: the pairs of a token. live_count: int32, the number of rows of all experts, if other devices have experts too:
+    then it may be far below the number of rows; None otherwise.
     """
 
     order: jax.Array

@@ -43,8 +43,8 @@ class Combination(NamedTuple):
     group.
 
     order: int32 [M], from a row to its pair. inverse: int32 [tokens * each], from a pair to its row; M or more for a
-    pair without a row, which adds 0. live_count: int32, the number of rows of all groups, if it may be far below M: passes
-    over the rows then end there. None otherwise.
+    pair without a row, which adds 0. live_count: int32, the number of rows of all groups, if it may be far below M:
+    passes over the rows then end there. None otherwise.
     """
 
     weights: Float[Array, "tokens each"]
