@@ -36,6 +36,8 @@ import numpy as np
 import jax_kernels as jk
 from jax_kernels import masks
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.ops.grouped.experts import Combination, gated_experts
+from jax_kernels.ops.grouped.rows import token_rows
 from jax_kernels.pallas.attention.passes import ranked_bits, row_norms
 from jax_kernels.pallas.attention.sm80 import forward as sm80_forward
 
@@ -182,6 +184,22 @@ def _grouped_gated(implementation: str, columns: int = 320, precision: str | Non
     return Call(function=multiply, shapes=(_shape(304, 128), _shape(4, 128, columns), _shape(4, 128, columns)))
 
 
+def _experts(implementation: str) -> Call:
+    """The weighted sums of experts' rows, of which 60 belong to another device. Its results are without these rows."""
+
+    def combine(x: Any, w_gate: Any, w_up: Any, w_down: Any, weights: Any) -> Any:
+        sizes, order = jnp.asarray([70, 0, 13, 161], jnp.int32), jnp.arange(304, dtype=jnp.int32) * 7 % 304
+        inverse = jnp.zeros_like(order).at[order].set(jnp.arange(304, dtype=jnp.int32))
+        count = sizes.sum(dtype=jnp.int32)
+        rows = token_rows(x, 2, order, inverse, count)
+        combination = Combination(weights.astype(jnp.float32), order, inverse, count)
+        kernels = w_gate, w_up, w_down
+        return gated_experts(rows, *kernels, sizes, combination=combination, implementation=implementation)
+
+    kernels = _shape(4, 128, 320), _shape(4, 128, 320), _shape(4, 320, 128)
+    return Call(function=combine, shapes=(_shape(152, 128), *kernels, _shape(152, 2)))
+
+
 def _cross_entropy(implementation: str, reduction: str, depth: int = 72, vocabulary: int = 333) -> Call:
     """Tokens and a vocabulary that fill no block; ignored tokens."""
 
@@ -287,6 +305,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "hopper grouped": lambda: _grouped(HOPPER),
     "hopper grouped fp8": lambda: _grouped(HOPPER, 384, "fp8"),
     "hopper grouped gated": lambda: _grouped_gated(HOPPER),
+    "hopper experts": lambda: _experts(HOPPER),
     "hopper grouped gated fp8": lambda: _grouped_gated(HOPPER, 384, "fp8"),
     "hopper int4": lambda: _low_bit(HOPPER, "int4", 4),
     "hopper mxfp8": lambda: _low_bit(HOPPER, "mxfp8", 16),
@@ -319,6 +338,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "triton gated": lambda: _gated(TRITON),
     "triton grouped": lambda: _grouped(TRITON),
     "triton grouped gathered": lambda: _gathered(TRITON),
+    "triton experts": lambda: _experts(TRITON),
     "triton grouped gated": lambda: _grouped_gated(TRITON),
     "triton cross entropy": lambda: _cross_entropy(TRITON, "none"),
     "triton cross entropy mean": lambda: _cross_entropy(TRITON, "mean"),
