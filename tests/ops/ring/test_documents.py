@@ -189,6 +189,21 @@ def test_layout_holds_each_pair_once(scattered):
     assert pairs.max() <= 1.1 * pairs.mean()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "devices", "heads"),
+    [([9000, 3000, 2000, 2384], 2, 10**6), ([9000, 3000, 2000, 2384], 4, 10**6), ([64, 64, 128], 2, 1)],
+)
+def test_shared_tokens(lengths, devices, heads):
+    """Each device sends room for the most tokens that a device has of cut documents, in whole tiles of 128."""
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    layout = DocumentLayout.of(ids, devices, heads=heads)
+    document = ids[layout.order[0]].reshape(devices, -1)
+    cut = [len(set(np.nonzero(document == number)[0])) > 1 for number in range(len(lengths))]
+    most = max(np.isin(row, np.flatnonzero(cut)).sum() for row in document)
+    assert layout.steps.shared == -(-most // 128) * 128
+    assert bool(layout.steps.steps) == any(cut)
+
+
 TWO = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
 
 
