@@ -298,6 +298,14 @@ def test_rows_of_tokens(width, dtype):
     assert jnp.array_equal(jax.jacrev(pairs.rows)(x), jax.jacfwd(pairs.rows)(x))
 
 
+def test_rows_of_fewer_experts_than_a_token_has():
+    """A token's experts differ, so that it has at most one row of a single expert."""
+    pairs = Pairs.of(jnp.array([[0, 1], [1, 1], [1, 0]]), 1, skips=True)
+    assert pairs.order.tolist() == [0, 5, 1]
+    assert pairs.live_count == pairs.sizes.sum() == 2
+    assert Pairs.of(jnp.array([[0, 1]]), 2).live_count is None
+
+
 @pytest.mark.parametrize("count", [254, 255, 256, 300])
 def test_order_of_many_experts(count):
     """Experts from 0 to `count`, `count` for experts of other devices, also beyond 8 bits."""
