@@ -122,7 +122,7 @@ def of_step(mesh_name, config):
     return {"got": got, "want": want, "error": float(max(errors)), "drawn": [of_one, of_mesh]}
 
 
-QUICK = ["fsdp", "to_one_device", "same_tokens", "all_to_all"]
+QUICK = ["fsdp", "to_one_device", "all_to_all"]
 SLOW = sorted(MODULES.keys() - set(QUICK))
 
 

@@ -76,7 +76,9 @@ def run(name):
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("triton", marks=[pytest.mark.triton, pytest.mark.slow])]
+)
 def test_no_logits_are_exchanged(implementation):
     """The devices add values of each token, and gradients, and gather nothing."""
     names = [name for name, case in CASES.items() if case[1] == implementation]
