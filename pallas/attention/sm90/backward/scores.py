@@ -54,7 +54,8 @@ def masked(step: Step, s: jax.Array) -> jax.Array:
     elif traits.has_bias:  # softcap's derivative needs the scores without bias
         s = _biased(step, s)
     if step.words is not None:  # full blocks, too: if most blocks are partial, a branch costs a tenth
-        return mask_bits.kept(s, step.words, by_word=False)
+        # Without the barrier LLVM multiplies before the select, and then subtracts: one instruction more for each pair.
+        return lax.optimization_barrier(mask_bits.kept(s, step.words, by_word=False))
     if traits.predicate:
         # One loop with a branch, not two loops: values that live across a second loop would spill.
         s = lax.cond(step.is_partial, lambda s: step.drop_pairs(s), lambda s: s, s)
