@@ -205,7 +205,8 @@ class _Block:
         array, config = (ctypes.c_void_p * len(pointers))(*pointers), _config(step)
         self.keep.append(array)
         self.configs.append(config)
-        launch, given = driver.cuLaunchKernelEx, (ctypes.addressof(config), ready.function, ctypes.addressof(array), None)
+        launch = driver.cuLaunchKernelEx
+        given = ctypes.addressof(config), ready.function, ctypes.addressof(array), None
         self.calls.append(lambda stream: launch(*given))
 
     def _pointers(self, launch: MosaicLaunch, ready: _Ready, address: int) -> list[int]:

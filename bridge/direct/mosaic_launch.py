@@ -5,7 +5,7 @@ fills tensor maps and launches the kernel. It is called here with invented addre
 of the two functions of Mosaic's runtime: these note their arguments. So no GPU is needed, and none is used. The noted
 launch has no machine code of the host.
 
-The formats are jaxlib 0.11's: jaxlib/mosaic/gpu/mosaic_gpu.proto, and the two functions in jaxlib/mosaic/gpu/runtime.cc.
+The formats are jaxlib 0.11's, from jaxlib/mosaic/gpu: mosaic_gpu.proto, and the two functions in runtime.cc.
 """
 
 import ctypes
