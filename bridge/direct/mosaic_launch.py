@@ -160,7 +160,7 @@ class _Notes:
         )
 
     def _parameter(self, value: bytes) -> Parameter:
-        """The parameter with these bytes. Raises ValueError for tensor maps beside other bytes."""
+        """The parameter with these bytes. Raises ValueError for tensor maps and other bytes."""
         pieces = [value[at : at + MAP_BYTES] for at in range(0, len(value), MAP_BYTES)]
         if all(piece in self._maps for piece in pieces):
             return TensorMaps(maps=tuple(self._maps[piece] for piece in pieces))
