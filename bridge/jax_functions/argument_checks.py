@@ -23,14 +23,14 @@ def check_tensors(**tensors: Any) -> None:
     """Raises TypeError for an argument that is no torch.Tensor, such as a NumPy or JAX array."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor{way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor{_of_array(x) or way_out(x)}")
 
 
 def check_optional_tensors(**tensors: Any) -> None:
     """Raises TypeError for an argument that is neither a torch.Tensor nor None."""
     for name, x in tensors.items():
         if not (x is None or isinstance(x, torch.Tensor)):
-            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor or None{way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor or None{_of_array(x) or way_out(x)}")
 
 
 def check_scales(**scales: Any) -> None:
@@ -77,6 +77,13 @@ def check_precision(precision: str | None, wanted: tuple[str, ...] | None = None
 def type_name(x: Any) -> str:
     """The type of x with its module, such as "numpy.ndarray", for an error."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def _of_array(x: Any) -> str:
+    """The end of an error about an array of JAX or NumPy; "" for other objects."""
+    if isinstance(x, jax.Array):
+        return "; jax_kernels itself has the ops for JAX arrays"
+    return "; torch.from_numpy makes one" if isinstance(x, np.ndarray) else ""
 
 
 def way_out(x: Any) -> str:
