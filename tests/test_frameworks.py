@@ -38,9 +38,7 @@ def test_functions_of_tensors_are_refused(name):
 
 
 def test_the_bridge_refuses_arrays():
-    with pytest.raises(
-        TypeError, match=r"query: got jaxlib.*, want a torch\.Tensor; jax_kernels itself has the ops"
-    ):
+    with pytest.raises(TypeError, match=r"query: got jaxlib.*, want a torch\.Tensor; jax_kernels itself has the ops"):
         bridge.flash_attention(X, X, X)
     with pytest.raises(TypeError, match=r"query: got numpy.ndarray, want a torch\.Tensor; torch\.from_numpy makes one"):
         bridge.flash_attention(np.asarray(X), T, T)

@@ -89,9 +89,8 @@ def run(
         begun = trainer.step
         if begun and begun < settings["steps"]:
             say(f"goes on from step {begun}", flush=True)
-        devices, processes = mesh.size, jax.process_count()
-        of_devices = f"{devices} device{'s' if devices > 1 else ''}"
-        of_processes = f"{processes} process{'es' if processes > 1 else ''}"
+        of_devices = f"{mesh.size} device{'s' if mesh.size > 1 else ''}"
+        of_processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
         say(f"{of_devices}, {of_processes}, mesh {dict(mesh.shape)}", flush=True)
         with stop_asked() as asked:
             tokens = settings["batch_size"] * settings["seq_len"]
