@@ -69,7 +69,7 @@ def test_losses_and_gradients_are_those_of_one_device(name):
 
 
 def test_a_document_is_cut_and_the_work_is_equal():
-    """The cases have what the layout is for."""
+    """The layout cuts the long document of the cases."""
     layout = DocumentLayout.of(batch("ring")[2], 4, heads=4, head_dim=8)
     assert layout.pairs.max() < 1.2 * layout.pairs.mean()
 
