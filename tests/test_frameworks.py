@@ -37,6 +37,14 @@ def test_functions_of_tensors_are_refused(name):
             CALLS[name](flash_attention, T)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_the_bridge_refuses_functions_of_arrays(name):
+    arguments = {"validate": ([T, T, T],)}.get(name, (T, T, T))
+    for op in (flash_attention, functools.partial(flash_attention, is_causal=True)):
+        with pytest.raises(TypeError, match=r"of jax_kernels, which takes arrays; want bridge\.flash_attention"):
+            getattr(bridge, name)(op, *((op,) if name == "validate" else ()), *arguments)
+
+
 def test_the_bridge_refuses_arrays():
     with pytest.raises(TypeError, match=r"query: got jaxlib.*, want a torch\.Tensor; jax_kernels itself has the ops"):
         bridge.flash_attention(X, X, X)

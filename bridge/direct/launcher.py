@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jaxlib
 import torch
 
 from jax_kernels.bridge.direct.chain import (
@@ -50,6 +51,11 @@ _MAP_ALIGNMENT = 64  # bytes: of a tensor map in host memory
 _MAP_ADDRESSES = (1 << 40, (1 << 41) + (1 << 20))  # invented, to find the bytes of a tensor map that have the address
 _address = torch.Tensor.data_ptr
 _MOSAIC_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+# From jaxlib 0.12 on: the compiled kernel, the function, the stream, the addresses, the GPU's index.
+_MOSAIC_LAUNCH_OF_KERNEL = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
+)
+_TAKES_KERNEL = tuple(map(int, jaxlib.__version__.split(".")[:2])) >= (0, 12)
 
 
 class Allocator(NamedTuple):
@@ -105,11 +111,12 @@ class _Ready(NamedTuple):
 class _Resources:
     """The loaded modules and Mosaic kernels of a chain, in the CUDA context of one device. `close` unloads them.
 
-    is_captured: whether a CUDA graph has captured a launch of the chain.
+    device: the GPU's index. is_captured: whether a CUDA graph has captured a launch of the chain.
     """
 
-    def __init__(self, driver: Driver, context: int, mosaic: Callable[[], ctypes.CDLL]) -> None:
+    def __init__(self, driver: Driver, context: int, device: int, mosaic: Callable[[], ctypes.CDLL]) -> None:
         self.driver = driver
+        self.device = device
         self.context = context
         self.mosaic_library = mosaic
         self.modules: list[int] = []
@@ -317,7 +324,7 @@ class LoadedChain:
         self.driver = cuda or driver()
         self.allocator = allocator or torch_allocator()
         self.context = self.driver.context(device.index)
-        resources = _Resources(self.driver, self.context, mosaic)
+        resources = _Resources(self.driver, self.context, device.index, mosaic)
         self._resources = resources
         self.driver.call("cuCtxPushCurrent", self.context)
         try:
@@ -458,8 +465,16 @@ def _load(step: Step, resources: _Resources) -> _Ready:
     if not compiled:
         raise DriverError(f"Mosaic failed to compile kernel {step.name}")
     resources.mosaic.append(compiled)
-    function, launch = compiled[0], compiled[1]
-    return _Ready(mosaic=_Mosaic(handle=compiled, function=function or 0, launch=_MOSAIC_LAUNCH(launch)))
+    launch = _mosaic_launch(compiled, resources.device)
+    return _Ready(mosaic=_Mosaic(handle=compiled, function=compiled[0] or 0, launch=launch))
+
+
+def _mosaic_launch(compiled: "ctypes._Pointer[ctypes.c_void_p]", device: int) -> Callable[[int, int, int], None]:
+    """The function `launch` of a _Mosaic. compiled: the result of MosaicGpuCompile. device: the GPU's index."""
+    if not _TAKES_KERNEL:
+        return _MOSAIC_LAUNCH(compiled[1])
+    launch, kernel = _MOSAIC_LAUNCH_OF_KERNEL(compiled[1]), compiled[2]
+    return lambda function, stream, address: launch(kernel, function, stream, address, device)
 
 
 def _function(step: Kernel | MosaicLaunch, sizes: list[int], resources: _Resources) -> int:

@@ -1,11 +1,11 @@
 """Finds out how a compiled Mosaic kernel is launched, so that a later launch needs neither Mosaic nor its compiler.
 
 XLA's executable has a Mosaic kernel as a cubin and as a host function in a relocatable ELF file. The host function
-fills tensor maps and launches the kernel. It is called here with invented addresses, and with Python functions instead
-of the two functions of Mosaic's runtime: these note their arguments. So no GPU is needed, and none is used. The noted
-launch has no machine code of the host.
+fills tensor maps, and launches the kernel or describes the launch. It is called here with invented addresses, and with
+Python functions instead of the functions of Mosaic's runtime: these note their arguments. So no GPU is needed, and none
+is used. The noted launch has no machine code of the host.
 
-The formats are jaxlib 0.11's, from jaxlib/mosaic/gpu: mosaic_gpu.proto, and the two functions in runtime.cc.
+The formats are jaxlib 0.11's and 0.12's, from jaxlib/mosaic/gpu: mosaic_gpu.proto, and the functions in runtime.cc.
 """
 
 import ctypes
@@ -23,7 +23,9 @@ from jax_kernels.bridge.direct.records import Message
 __all__ = ["MAP_BYTES", "launch_of"]
 
 MAP_BYTES = 128  # of a CUtensorMap
-_VERSION = 3  # of jaxlib 0.11's MosaicGpuKernelProto
+# Versions of MosaicGpuKernelProto. The host function of _LAUNCHES, jaxlib 0.11's, gets a function, a stream and the
+# addresses, and launches the kernel. The one of _DESCRIBES, 0.12's, gets a description to fill and the addresses.
+_LAUNCHES, _DESCRIBES = 3, 4
 _MOST_CLUSTER = 8  # CTAs of a cluster without a special attribute of the kernel
 # Mosaic's numbers of dtypes -> (CUtensorMapDataType, bytes). Types of less than a byte are not used by this library.
 _DTYPES = {1: (0, 1), 2: (1, 2), 3: (2, 4), 4: (4, 8), 5: (6, 2), 6: (7, 4), 7: (9, 2), 9: (3, 4), 10: (5, 8)}
@@ -40,6 +42,11 @@ _LAUNCH = ctypes.CFUNCTYPE(
     *(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)),
 )
 _HOST = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_DESCRIBE = ctypes.CFUNCTYPE(
+    *(ctypes.c_int, ctypes.c_void_p, *(ctypes.c_uint32,) * 10, ctypes.c_int32, ctypes.c_int32),
+    *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int32)),
+)
+_DESCRIBING_HOST = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class _UnknownLaunchError(Exception):
@@ -55,7 +62,7 @@ def launch_of(state: bytes, arguments: Sequence[BufferSlice]) -> MosaicLaunch | 
         return None
     try:
         kernel = Message(state)
-        if kernel.integer(1) != _VERSION or kernel.integer(3) or kernel.integer(7):
+        if kernel.integer(1) not in (_LAUNCHES, _DESCRIBES) or kernel.integer(3) or kernel.integer(7):
             return None
         if not 1 <= kernel.integer(11, 1) <= _MOST_CLUSTER:
             return None
@@ -69,7 +76,7 @@ def launch_of(state: bytes, arguments: Sequence[BufferSlice]) -> MosaicLaunch | 
 def _noted(kernel: Message, code: "_HostCode", arguments: Sequence[BufferSlice], first: int) -> MosaicLaunch:
     """The launch that the host function makes if argument i has the address first + i * _STRIDE."""
     notes = _Notes(arguments, first, kernel.integer(10), _parameter_sizes(kernel.data(8), kernel.text(9)))
-    code.call([first + index * _STRIDE for index in range(len(arguments))], notes)
+    code.call([first + index * _STRIDE for index in range(len(arguments))], notes, kernel.integer(1))
     if notes.problem is not None:
         raise _UnknownLaunchError(notes.problem)
     if notes.launched is None:
@@ -87,7 +94,7 @@ class _Notes:
     launched: the launch, without name and cubin; None before it. problem: why the calls were not understood, or None.
     """
 
-    def __init__(self, arguments: Sequence[BufferSlice], first: int, shared_memory: int, sizes: Sequence[int]) -> None:
+    def __init__(self, arguments: Sequence[BufferSlice], first: int, shared_memory: int, sizes: list[int]) -> None:
         self._arguments = arguments
         self._first = first
         self._shared_memory = shared_memory
@@ -137,6 +144,13 @@ class _Notes:
         mark = struct.pack("<Q", 0x7E50_0000 + len(self._maps)) * (MAP_BYTES // 8)
         self._maps[mark] = found
         ctypes.memmove(target, mark, MAP_BYTES)
+
+    def describe(self, description: int, *given: Any) -> None:
+        """Notes the launch that a host function of 0.12 describes. description: the address that it got."""
+        *numbers, count, parameters, sizes = given
+        if description != _FUNCTION or [size or 8 for size in sizes[:count]] != self._sizes:  # 0: a device address
+            raise ValueError(f"got parameters of {sizes[:count]} bytes, want {self._sizes}")
+        self.launch(_FUNCTION, *numbers, _STREAM, parameters)
 
     def launch(self, function: int, *given: Any) -> None:
         """Notes the launch."""
@@ -251,8 +265,8 @@ class _HostCode:
     def load(cls, data: bytes, name: str) -> "_HostCode":
         """Copies the code of a relocatable ELF file to new memory.
 
-        data: the file. name: of the function. Raises _UnknownLaunchError if the file needs more than 64-bit addresses
-        of its own sections, of the two functions of Mosaic's runtime, and of libc's memcpy, memmove and memset.
+        data: the file. name: of the function. Raises _UnknownLaunchError if the file has other relocations than 64-bit
+        addresses of its own sections and of functions.
         """
         elf = _Elf(data)
         if (elf.type, elf.machine) != (_OBJECT, _X86_64):
@@ -290,12 +304,16 @@ class _HostCode:
             raise _UnknownLaunchError(f"got {len(entries)} functions {name}")
         return cls(memory, slots, entries[0])
 
-    def call(self, buffers: Sequence[int], notes: _Notes) -> None:
-        """Calls the function with the addresses of buffers. Its calls of Mosaic's runtime go to `notes`."""
-        functions: dict[str, Any] = {
-            "mosaic_gpu_init_tma_desc": _FILL(notes.guarded(notes.fill)),
-            "mosaic_gpu_launch_kernel": _LAUNCH(notes.guarded(notes.launch)),
-        }
+    def call(self, buffers: Sequence[int], notes: _Notes, version: int) -> None:
+        """Calls the function with the addresses of buffers. Its calls of Mosaic's runtime go to `notes`.
+
+        version: _LAUNCHES or _DESCRIBES. Raises _UnknownLaunchError if the function calls others.
+        """
+        functions: dict[str, Any] = {"mosaic_gpu_init_tma_desc": _FILL(notes.guarded(notes.fill))}
+        if version == _LAUNCHES:
+            functions["mosaic_gpu_launch_kernel"] = _LAUNCH(notes.guarded(notes.launch))
+        else:
+            functions["mosaic_gpu_build_kernel_spec"] = _DESCRIBE(notes.guarded(notes.describe))
         libc = ctypes.CDLL(None, use_errno=True)
         size = len(self._memory)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -308,7 +326,10 @@ class _HostCode:
                 struct.pack_into("<Q", self._memory, at, target)
         self._protect(libc, base, size, mmap.PROT_READ | mmap.PROT_EXEC)
         addresses = (ctypes.c_uint64 * max(1, len(buffers)))(*buffers)
-        _HOST(self._entry)(_FUNCTION, _STREAM, ctypes.addressof(addresses))
+        if version == _LAUNCHES:
+            _HOST(self._entry)(_FUNCTION, _STREAM, ctypes.addressof(addresses))
+        else:
+            _DESCRIBING_HOST(self._entry)(_FUNCTION, ctypes.addressof(addresses))
 
     @staticmethod
     def _protect(libc: ctypes.CDLL, base: int, size: int, rights: int) -> None:

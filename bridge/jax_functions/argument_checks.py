@@ -10,6 +10,7 @@ from jax_kernels.bridge.translate.activations import Activation
 
 __all__ = [
     "check_activation",
+    "check_function_of_tensors",
     "check_optional_tensors",
     "check_precision",
     "check_scales",
@@ -31,6 +32,14 @@ def check_optional_tensors(**tensors: Any) -> None:
     for name, x in tensors.items():
         if not (x is None or isinstance(x, torch.Tensor)):
             raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor or None{_of_array(x) or way_out(x)}")
+
+
+def check_function_of_tensors(argument: str, function: Any) -> None:
+    """Raises TypeError, with the argument's name, for a function of jax_kernels that takes arrays, not tensors."""
+    home = getattr(getattr(function, "func", function), "__module__", None) or ""  # func: of a functools.partial
+    if home.startswith("jax_kernels.") and not home.startswith("jax_kernels.bridge."):
+        name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+        raise TypeError(f"{argument}: got {name} of jax_kernels, which takes arrays; want bridge.{name}")
 
 
 def check_scales(**scales: Any) -> None:

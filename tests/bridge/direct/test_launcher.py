@@ -1,5 +1,6 @@
 """Launches of a chain, with a driver that records them."""
 
+import ctypes
 import dataclasses
 import gc
 import threading
@@ -198,6 +199,18 @@ def test_mosaic_compiles_if_a_launch_cannot_be_used(trouble):
     loaded(*bench.inputs)
     _, y, out, _, work = bench.addresses()
     assert bench.mosaic.calls == [("launch", (0xF00, STREAM, [y, work + 256, out]))]
+
+
+def test_mosaic_of_jaxlib_0_12_also_gets_the_kernel_and_the_device(monkeypatch):
+    bench, seen = Bench(MOSAIC, device=GPU1), []
+    launch = launcher._MOSAIC_LAUNCH_OF_KERNEL(lambda *given: seen.append(given))
+    compiled = (ctypes.c_void_p * 3)(0xF00, ctypes.cast(launch, ctypes.c_void_p).value, 0xF0F)
+    monkeypatch.setattr(bench.mosaic, "MosaicGpuCompile", lambda module, size: compiled)
+    monkeypatch.setattr(launcher, "_TAKES_KERNEL", True)
+    loaded = bench.load()
+    loaded(*bench.inputs)
+    ((kernel, function, stream, _, index),) = seen
+    assert (kernel, function, stream, index) == (0xF0F, 0xF00, STREAM, 1)
 
 
 @pytest.mark.parametrize("current", [None, 0x77])

@@ -1,12 +1,13 @@
 """The launch of a Mosaic kernel, noted from the host function in XLA's executable."""
 
+import ctypes
 import dataclasses
 import platform
 
 import pytest
 
 from jax_kernels.bridge.direct import executable, mosaic_launch
-from jax_kernels.bridge.direct.chain import BufferSlice, Dims, MosaicKernel, TensorMaps
+from jax_kernels.bridge.direct.chain import BufferSlice, Bytes, Dims, MosaicKernel, TensorMaps
 from jax_kernels.bridge.direct.records import Message
 from tests.tools import compile_chains
 
@@ -132,3 +133,28 @@ def test_a_system_without_executable_memory_has_no_launch(kernel, monkeypatch):
 
     monkeypatch.setattr(mosaic_launch._HostCode, "_protect", refuse)
     assert mosaic_launch.launch_of(state, arguments) is None
+
+
+def test_a_described_launch_is_noted():
+    """jaxlib 0.12's host function describes the launch; a size of 0 is a device address."""
+    slices = [BufferSlice(buffer=3, offset=256, size=64), BufferSlice(buffer=0, offset=0, size=1 << 20)]
+    first, step = 0x1000_0000_0000, mosaic_launch._STRIDE
+    values = [ctypes.c_uint64(first + step + 16), ctypes.c_uint32(7)]
+    pointers = (ctypes.c_void_p * 2)(*map(ctypes.addressof, values))
+
+    def noted(sizes, description=mosaic_launch._FUNCTION, shared_memory=512):
+        notes = mosaic_launch._Notes(slices, first, 512, [8, 4])
+        call = mosaic_launch._DESCRIBE(notes.guarded(notes.describe))
+        numbers = 9, 8, 7, 2, 1, 1, 128, 1, 1, shared_memory, 0, 2
+        call(description, *numbers, pointers, (ctypes.c_int32 * 2)(*sizes))
+        return notes
+
+    launched = noted((0, 4)).launched
+    assert (launched.grid, launched.cluster, launched.block) == (Dims(x=9, y=8, z=7), Dims(x=2), Dims(x=128))
+    assert launched.parameters == (
+        BufferSlice(buffer=0, offset=16, size=(1 << 20) - 16),
+        Bytes(value=b"\7\0\0\0"),
+    )
+    for wrong in (noted((0, 8)), noted((0, 4), description=5), noted((0, 4), shared_memory=500)):
+        assert wrong.launched is None
+        assert wrong.problem.startswith("ValueError: got ")
