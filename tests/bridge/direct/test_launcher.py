@@ -201,7 +201,7 @@ def test_mosaic_compiles_if_a_launch_cannot_be_used(trouble):
     assert bench.mosaic.calls == [("launch", (0xF00, STREAM, [y, work + 256, out]))]
 
 
-def test_mosaic_of_jaxlib_0_12_also_gets_the_kernel_and_the_device(monkeypatch):
+def test_newer_mosaic_gets_the_kernel_and_the_device(monkeypatch):
     bench, seen = Bench(MOSAIC, device=GPU1), []
     launch = launcher._MOSAIC_LAUNCH_OF_KERNEL(lambda *given: seen.append(given))
     compiled = (ctypes.c_void_p * 3)(0xF00, ctypes.cast(launch, ctypes.c_void_p).value, 0xF0F)
