@@ -1,28 +1,14 @@
 """The jax-kernels command. Its own packages (the cli extra), PyTorch and Flax load when a command needs them."""
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Collection
 from typing import Annotated, Any, NoReturn
 
-__all__ = ["UserError", "WriteError", "main"]
+from jax_kernels.extras import EXTRAS, is_installed
 
-# Optional package -> the extra of this library that installs it.
-EXTRAS = {
-    "filelock": "flax",
-    "flax": "flax",
-    "grain": "flax",
-    "matplotlib": "cli",
-    "optax": "flax",
-    "orbax": "flax",
-    "platformdirs": "cli",
-    "rich": "cli",
-    "torch": "torch",
-    "transformers": "hf",
-    "typer": "cli",
-}
+__all__ = ["UserError", "WriteError", "main"]
 
 
 class UserError(Exception):
@@ -192,7 +178,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _fail(str(error), 1)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS or importlib.util.find_spec(package) is not None:
+        if package not in EXTRAS or is_installed(package):
             raise
         _fail(f"this needs the package {package}: pip install 'jax-kernels[{EXTRAS[package]}]'")
     except Exception as error:
