@@ -266,7 +266,7 @@ class Trainer(TrainerCheckpoints):
         Raises TypeError or ValueError if the loss is next_token_loss and the batch does not have its form, or has NumPy
         arrays with ids outside the vocabulary or weights below 0.
         """
-        batch = self._on_auto_axes(self._checked_batch(batch))
+        batch = self._placed_batch(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
                 with paused_collections():
@@ -278,8 +278,7 @@ class Trainer(TrainerCheckpoints):
         return found
 
     def _checked_batch(self, batch: Any, name: str = "batch") -> Any:
-        """The batch, dealt out with deal_documents, else unchanged. If the loss is next_token_loss, raises TypeError or
-        ValueError for a wrong batch.
+        """The batch, unchanged. If the loss is next_token_loss, raises TypeError or ValueError for a wrong batch.
 
         name: of the batch, for the error. With another loss nothing is checked.
         """
@@ -287,11 +286,12 @@ class Trainer(TrainerCheckpoints):
             check_batch(batch, self.config.vocab_size, name)
         if self._deals and len(batch) < 3:
             raise ValueError(f"{name}: got {len(batch)} items with deal_documents=True, want segment_ids as third")
-        return dealt(batch, self.mesh, self.rules, self.config) if self._deals else batch
+        return batch
 
-    def _on_auto_axes(self, batch: Any) -> Any:
-        """The batch, with arrays on a mesh with Explicit axes moved to this trainer's mesh; their shards stay on their
-        devices.
+    def _placed_batch(self, batch: Any) -> Any:
+        """The batch on this trainer's mesh, dealt out with deal_documents.
+
+        Arrays on a mesh with Explicit axes are moved; their shards stay on their devices.
         """
 
         def moved(x: Any) -> Any:
@@ -300,7 +300,8 @@ class Trainer(TrainerCheckpoints):
                 return x
             return jax.device_put(x, NamedSharding(self.mesh, sharding.spec))
 
-        return jax.tree.map(moved, batch)
+        batch = jax.tree.map(moved, batch)
+        return dealt(batch, self.mesh, self.rules, self.config) if self._deals else batch
 
     @functools.cached_property
     def _evaluate(self) -> Any:
@@ -312,7 +313,7 @@ class Trainer(TrainerCheckpoints):
         """The mean loss on a batch, in nats for next_token_loss; 0 if no target counts. Raises the errors of
         `train`. The part of the loss that balances experts is left out.
         """
-        batch = self._on_auto_axes(self._checked_batch(batch))
+        batch = self._placed_batch(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             total, count, *balance = self._evaluate(self.state["params"], batch)
         count, total = float(count), float(total) - (float(balance[0]) if balance else 0.0)

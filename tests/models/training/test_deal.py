@@ -42,7 +42,9 @@ def trained(name, mesh, options, deals):
     config = dataclasses.replace(CONFIG, **fields)
     trainer = Trainer(config, optax.sgd(1.0), mesh=make_mesh(mesh), deal_documents=deals, **options)
     before = trainer.evaluate(batch(name))
-    found = trainer.train(batch(name))
+    seen = []
+    trainer.fit([batch(name)], steps=1, on_step=lambda step, found: seen.append(found))
+    (found,) = seen
     params = jax.tree.map(np.asarray, jax.tree.leaves(trainer.state["params"]))
     return np.array([before, found["loss"], found["gradient_norm"]]), params
 
