@@ -7,6 +7,10 @@ first read.
 
 from typing import TYPE_CHECKING
 
+from jax_kernels.extras import require as _require
+
+_require("torch", "jax_kernels.bridge")
+
 from jax_kernels.bridge.interop.memory import leave_memory_to_torch
 
 leave_memory_to_torch()  # before the first import that starts JAX's GPU backend

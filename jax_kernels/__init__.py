@@ -128,4 +128,4 @@ _MODULES = {
         "tune",
     ),
 }
-__getattr__, __dir__ = _lazy_names(__name__, _MODULES)
+__getattr__, __dir__ = _lazy_names(__name__, _MODULES, submodules=("adapters", "bridge", "models"))

@@ -16,6 +16,7 @@ import jax
 from jax import export
 
 from jax_kernels.device import DeviceInfo, device_info
+from jax_kernels.frameworks import check_function
 from jax_kernels.plain_numbers import plain_options
 from jax_kernels.plans import Choice, Implementation, Order, Plan, Request, tuning_key, without_blocks
 from jax_kernels.spelling import did_you_mean
@@ -318,6 +319,8 @@ def explain(
 
 
 def _explain(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    if getattr(op, "plan", None) is None:  # modules and results of compile_attention have it
+        check_function("op", op, "explain")
     if isinstance(op, functools.partial):
         return _explain(op.func, (*op.args, *args), op.keywords | kwargs)
     plan_of_call = getattr(op, "plan_of_call", None) or getattr(op, "plan", None)

@@ -10,19 +10,26 @@ __all__ = ["dir_of", "lazy_names"]
 
 
 def lazy_names(
-    package: str, names: Mapping[str, Sequence[str]], when_imported: Callable[[Any], None] = lambda value: None
+    package: str,
+    names: Mapping[str, Sequence[str]],
+    when_imported: Callable[[Any], None] = lambda value: None,
+    submodules: Sequence[str] = (),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions __getattr__ and __dir__ of a package's __init__.py.
 
     names: the public names, by the module that has them; a name may also be the module itself. when_imported: called
-    with the value of a name before the name is first returned.
+    with the value of a name before the name is first returned. submodules: names of further modules of the package that
+    are imported when they are first read. dir() does not list them before.
     """
     homes = {name: module for module, found in names.items() for name in found}
     scope = vars(sys.modules[package])
 
     def get(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            if name in submodules:
+                return importlib.import_module(f"{package}.{name}")
+            # With name and obj, Python's traceback names the attribute that may be meant.
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         module = importlib.import_module(homes[name])
         value = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
         when_imported(value)

@@ -3,6 +3,10 @@
 Needs the `flax` extra. Nothing else in the library imports Flax.
 """
 
+from jax_kernels.extras import require as _require
+
+_require("flax", "jax_kernels.models")
+
 from jax_kernels.lazy_names import dir_of as _dir_of
 from jax_kernels.models.config import ExpertsConfig, TransformerConfig
 from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention, rotary_embedding

@@ -16,7 +16,7 @@ from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
 from jax_kernels.models.layers.normalization import RMSNorm
 from jax_kernels.models.layers.routing import RouterKernel, Routing
 from jax_kernels.models.parallel.sharding import ShardingRules
-from jax_kernels.models.training.packing import Packed
+from jax_kernels.models.training.packing import DealtDocuments, Packed
 from jax_kernels.models.training.remat import recomputed
 from jax_kernels.ops.matmul.mlp import mlp
 from jax_kernels.tracing.promotion import under_defaults
@@ -66,7 +66,7 @@ class Block(nnx.Module):
 
     @under_defaults
     def __call__(
-        self, x: jax.Array, cache: KVCache | None = None, documents: Packed | None = None
+        self, x: jax.Array, cache: KVCache | None = None, documents: Packed | DealtDocuments | None = None
     ) -> tuple[jax.Array, KVCache | None, Routing | None]:
         """(x after the block, the new cache or None, the Routing of experts or None). x: [B, T, model_dim].
 
@@ -74,7 +74,9 @@ class Block(nnx.Module):
         cache.
         """
         if cache is None:
-            of_documents = {} if documents is None else documents._asdict()
+            of_documents: dict[str, Any] = {} if documents is None else documents._asdict()
+            if isinstance(documents, DealtDocuments):
+                of_documents = {"segment_ids": documents}
             attended = self.attention(self.attention_norm(x), **of_documents)
         else:
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
@@ -156,7 +158,14 @@ def _experts(config: TransformerConfig, rules: ShardingRules, rngs: nnx.Rngs) ->
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "remat", "target", "records"))
 def run_block(
-    state: Any, x: jax.Array, documents: Packed | None, *, graphdef: Any, remat: bool | str, target: Any, records: bool
+    state: Any,
+    x: jax.Array,
+    documents: Packed | DealtDocuments | None,
+    *,
+    graphdef: Any,
+    remat: bool | str,
+    target: Any,
+    records: bool,
 ) -> tuple[jax.Array, Routing | None, Any]:
     """(x after one block without a cache, the Routing of its experts or None, its AmaxHistories or None).
 
@@ -167,7 +176,7 @@ def run_block(
     AmaxHistories and returns them.
     """
 
-    def block(state: Any, x: jax.Array, documents: Packed | None) -> Any:
+    def block(state: Any, x: jax.Array, documents: Packed | DealtDocuments | None) -> Any:
         module = nnx.merge(graphdef, state)
         with recording(records):
             x, _, routing = module(x, documents=documents)

@@ -20,7 +20,7 @@ from jax_kernels.models.layers.routing import ExpertBias, Routing
 from jax_kernels.models.parallel.pipeline import pipelined
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.models.training.losses import linear_cross_entropy
-from jax_kernels.models.training.packing import Packed, packed
+from jax_kernels.models.training.packing import DealtDocuments, Packed, packed
 from jax_kernels.models.training.token_ids import check_targets, checked_tokens, usable_ids
 from jax_kernels.ops.matmul.matmul import matmul
 from jax_kernels.plain_numbers import plain
@@ -252,7 +252,8 @@ class Transformer(nnx.Module):
         targets = targets if hasattr(targets, "dtype") else jnp.asarray(targets)
         if not jnp.issubdtype(targets.dtype, jnp.integer):
             raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
-        tokens = checked_tokens(tokens, self.config.vocab_size, segment_ids=segment_ids, targets=targets)
+        ids = segment_ids.segment_ids if isinstance(segment_ids, DealtDocuments) else segment_ids
+        tokens = checked_tokens(tokens, self.config.vocab_size, segment_ids=ids, targets=targets)
         if targets.shape != tokens.shape:
             raise ValueError(f"targets: got shape {targets.shape}, want tokens' {tokens.shape}")
         check_targets(targets, self.config.vocab_size)
@@ -379,10 +380,11 @@ class Transformer(nnx.Module):
         one of tokens and embeddings is given. records: whether the blocks add to their AmaxHistories, in place.
         """
         length = (tokens if embeddings is None else embeddings).shape[1]
-        order = self.layers[0].attention.token_order(length, "tokens")
+        is_dealt = isinstance(segment_ids, DealtDocuments)  # then the tokens are in the order of their layout
+        order = None if is_dealt else self.layers[0].attention.token_order(length, "tokens")
         is_local = isinstance(order, jax.Array)
-        documents = None
-        if segment_ids is not None:
+        documents: Any = segment_ids if is_dealt else None
+        if segment_ids is not None and not is_dealt:
             documents = packed(segment_ids, tokens if embeddings is None else embeddings, is_whole=not is_local)
         if embeddings is None:
             ids = None if documents is None else documents.segment_ids
@@ -396,7 +398,7 @@ class Transformer(nnx.Module):
         target = dispatch.target_device(x), dispatch.interpreting()
         graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
-        def block(state: Any, x: jax.Array, documents: Packed | None = None, which: int = 0) -> Any:
+        def block(state: Any, x: jax.Array, documents: Packed | DealtDocuments | None = None, which: int = 0) -> Any:
             graphdef, remat = graphdefs[which], self.config.remat
             options: Any = {"graphdef": graphdef, "remat": remat, "target": target, "records": records}
             x, *others = run_block(state, x, documents, **options)
@@ -405,6 +407,8 @@ class Transformer(nnx.Module):
         stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
         if stages and self.config.expert_layers:
             raise ValueError(f"mesh: got stages along {stages[0]!r} with experts, want a mesh without stages")
+        if stages and is_dealt:
+            raise ValueError(f"mesh: got stages along {stages[0]!r} with deal_documents, want a mesh without stages")
         if stages and records:
             raise NotImplementedError(
                 f"mesh: got stages along {stages[0]!r} with fp8_scaling='delayed', want a mesh without stages"
@@ -432,7 +436,9 @@ class Transformer(nnx.Module):
             routing = jax.tree.map(lambda *xs: jnp.stack(xs), *routings) if routings else None
         return self.final_norm(x), order, routing
 
-    def _pipelined(self, block: Any, states: Any, x: jax.Array, documents: Packed | None, axis: str) -> jax.Array:
+    def _pipelined(
+        self, block: Any, states: Any, x: jax.Array, documents: Packed | DealtDocuments | None, axis: str
+    ) -> jax.Array:
         """x after all blocks, with the blocks in stages along the mesh axis `axis`.
 
         block: the function of one block. states: of all blocks, stacked along the first axis.

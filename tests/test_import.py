@@ -7,6 +7,8 @@ import importlib.metadata
 import inspect
 import json
 import pkgutil
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import jax_kernels
 import jax_kernels.ops
 import jax_kernels.pallas
 import jax_kernels.reference
+from jax_kernels import extras
 from jax_kernels.inputs.attention import FlashArguments
 from tests.support.processes.python import done_by
 
@@ -129,3 +132,38 @@ def test_overloads_by_return_lse():
     overloads = typing.get_overloads(jax_kernels.flash_attention)
     got = [str(x.__annotations__["return"]) for x in overloads]
     assert got == [str(OUT), str(tuple[OUT, LSE]), str(OUT | tuple[OUT, LSE])]
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"a model needs the package flax: pip install 'jax-kernels\[flax\]'"):
+        extras.require("flax", "a model")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax-kernels\[cli\]'"):
+        extras.require("flax", "a model", "cli")
+    extras.require("jax", "a model")
+
+
+@pytest.mark.slow
+def test_packages_name_the_extra_that_they_need():
+    code = """
+import sys
+import jax_kernels
+for package, statement in (
+    ("flax", "import jax_kernels.models"),
+    ("torch", "import jax_kernels.bridge"),
+    ("matplotlib", "jax_kernels.masks.causal().plot('x.png', 8, 8, 4)"),
+    ("filelock", "jax_kernels.tune().__enter__()"),
+):
+    sys.modules[package] = None
+    try:
+        exec(statement)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.splitlines() == [
+        "jax_kernels.models needs the package flax: pip install 'jax-kernels[flax]'",
+        "jax_kernels.bridge needs the package torch: pip install 'jax-kernels[torch]'",
+        "plot needs the package matplotlib: pip install 'jax-kernels[cli]'",
+        "tune needs the package filelock: pip install 'jax-kernels[cli]'",
+    ]

@@ -9,6 +9,7 @@ import dataclasses
 __all__ = [
     "Array",
     "BufferSlice",
+    "Bytes",
     "Constant",
     "Copy",
     "Dims",
@@ -16,8 +17,12 @@ __all__ = [
     "Kernel",
     "LaunchChain",
     "MosaicKernel",
+    "MosaicLaunch",
     "NotDirectError",
+    "Parameter",
     "Step",
+    "TensorMap",
+    "TensorMaps",
 ]
 
 
@@ -67,16 +72,68 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorMap:
+    """A descriptor of the tensor memory accelerator, for an array in device memory.
+
+    source: the array's memory. dtype, swizzle: numbers of CUtensorMapDataType and CUtensorMapSwizzle in cuda.h. sizes,
+    box: elements along each axis of the array and of a copied tile, the contiguous axis first. strides: bytes between
+    entries of each axis but the first.
+    """
+
+    source: BufferSlice
+    dtype: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorMaps:
+    """A parameter of tensor maps, one behind the other, of 128 bytes each."""
+
+    maps: tuple[TensorMap, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """A parameter with the same bytes in every launch."""
+
+    value: bytes
+
+
+type Parameter = BufferSlice | TensorMaps | Bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicLaunch:
+    """The launch of a compiled Mosaic kernel. The fields without a description are Kernel's.
+
+    parameters: in order. A BufferSlice is an address of 8 bytes.
+    """
+
+    name: str
+    cubin: bytes = dataclasses.field(repr=False)
+    grid: Dims
+    block: Dims
+    cluster: Dims
+    shared_memory: int
+    parameters: tuple[Parameter, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicKernel:
     """A step that launches a Mosaic kernel.
 
     module: MLIR bytecode, which Mosaic compiles to a function that launches the kernel. arguments: the slices of device
-    memory that the kernel reads, then the slices that it writes.
+    memory that the kernel reads, then the slices that it writes. launch: of the kernel as XLA compiled it; None if it
+    is not known, and Mosaic has to compile the module.
     """
 
     name: str
     module: bytes = dataclasses.field(repr=False)
     arguments: tuple[BufferSlice, ...]
+    launch: MosaicLaunch | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,16 +72,21 @@ class _Device(AbstractDevice):
     compute_capability: str = ""
 
 
-def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct]) -> LaunchChain:
+def compile_chain(
+    target: Target, function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct], key: str | None = None
+) -> LaunchChain:
     """The launch chain of a JAX function, compiled for a GPU.
 
-    function: takes arrays, and returns a flat sequence of arrays. specs: the shape and dtype of each argument. If any
-    process compiled an equal program before, its chain is read from disk: see program_cache.
+    function: takes arrays, and returns a flat sequence of arrays. specs: the shape and dtype of each argument. key: of
+    call_key, or None. If any process compiled an equal program before, its chain is read from disk: see program_cache.
+    With a key, the function is not even lowered then.
 
     Raises NotDirectError if the function cannot be lowered, or if its program is not only kernels, fills and copies. A
     function without a Mosaic or Triton kernel raises before it is compiled if it has an operation that XLA passes to a
     library or autotunes, such as a matmul, or a loop.
     """
+    if key is not None and (known := program_cache.linked(key)) is not None:
+        return known
     topology = topologies.get_topology_desc(platform="cuda", target_config=target.description, topology="1x1x1")
     replicated = NamedSharding(Mesh(np.array(topology.devices[:1]), ("device",)), PartitionSpec())
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in specs]
@@ -103,9 +108,11 @@ def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.Sha
         raise NotDirectError("the plan has no kernel of this library")
     if program_cache.folder() is None:
         return chain_of(lowered.compile(), specs, lowered.out_info)
-    key = program_cache.key_of(target.description, program_cache.program_text(lowered, text))
-    chain = program_cache.load(key)
+    by_text = program_cache.key_of(target.description, program_cache.program_text(lowered, text))
+    chain = program_cache.load(by_text)
     if chain is None:
         chain = chain_of(lowered.compile(), specs, lowered.out_info)
-        program_cache.store(key, chain)
+        program_cache.store(by_text, chain)
+    if key is not None:
+        program_cache.link(key, by_text)
     return chain

@@ -30,6 +30,7 @@ from jax_kernels.bridge.direct.chain import (
     NotDirectError,
     Step,
 )
+from jax_kernels.bridge.direct.mosaic_launch import launch_of
 from jax_kernels.bridge.direct.records import Message, read_records, varint
 
 __all__ = ["chain_of", "read_chain"]
@@ -397,5 +398,7 @@ def _mosaic(own: Message, buffers: _Buffers) -> MosaicKernel:
         raise ValueError("a Mosaic kernel has no MLIR bytecode")
     pieces = [*own.messages(2), *own.messages(3)]
     arguments = tuple(buffers.shaped(piece.message(1)) for piece in pieces)
-    name = Message(own.message(8).data(2)).text(9)
-    return MosaicKernel(name=name, module=module, arguments=arguments)
+    state = own.message(8).data(2)
+    return MosaicKernel(
+        name=Message(state).text(9), module=module, arguments=arguments, launch=launch_of(state, arguments)
+    )

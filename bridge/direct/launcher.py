@@ -13,9 +13,25 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jaxlib
 import torch
 
-from jax_kernels.bridge.direct.chain import Array, BufferSlice, Copy, Fill, Kernel, LaunchChain, MosaicKernel, Step
+from jax_kernels.bridge.direct.chain import (
+    Array,
+    BufferSlice,
+    Bytes,
+    Copy,
+    Fill,
+    Kernel,
+    LaunchChain,
+    MosaicKernel,
+    MosaicLaunch,
+    Parameter,
+    Step,
+    TensorMap,
+    TensorMaps,
+)
+from jax_kernels.bridge.direct.mosaic_launch import MAP_BYTES
 from jax_kernels.bridge.interop import dlpack, memory, torch_internals
 from jax_kernels.bridge.interop.cuda_driver import (
     CLUSTER_DIMENSION,
@@ -31,8 +47,15 @@ from jax_kernels.bridge.interop.cuda_driver import (
 __all__ = ["Allocator", "LoadedChain", "unload_dropped"]
 
 _ALIGNMENT = 16  # bytes: XLA and the tensor memory accelerator require it of inputs
+_MAP_ALIGNMENT = 64  # bytes: of a tensor map in host memory
+_MAP_ADDRESSES = (1 << 40, (1 << 41) + (1 << 20))  # invented, to find the bytes of a tensor map that have the address
 _address = torch.Tensor.data_ptr
 _MOSAIC_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+# From jaxlib 0.12 on: the compiled kernel, the function, the stream, the addresses, the GPU's index.
+_MOSAIC_LAUNCH_OF_KERNEL = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
+)
+_TAKES_KERNEL = tuple(map(int, jaxlib.__version__.split(".")[:2])) >= (0, 12)
 
 
 class Allocator(NamedTuple):
@@ -74,23 +97,26 @@ class _Mosaic(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """The loaded kernel of a step. Both fields are None for a fill or a copy.
+    """The loaded kernel of a step. The fields are empty for a fill or a copy.
 
-    function: the CUDA driver's handle of a Kernel. mosaic: a compiled MosaicKernel.
+    function: the CUDA driver's handle of a Kernel or a MosaicLaunch. mosaic: a MosaicKernel that Mosaic compiled, as
+    its launch is not known. tails: of a MosaicLaunch, the bytes behind the address of each tensor map.
     """
 
     function: int | None = None
     mosaic: _Mosaic | None = None
+    tails: tuple[bytes, ...] = ()
 
 
 class _Resources:
     """The loaded modules and Mosaic kernels of a chain, in the CUDA context of one device. `close` unloads them.
 
-    is_captured: whether a CUDA graph has captured a launch of the chain.
+    device: the GPU's index. is_captured: whether a CUDA graph has captured a launch of the chain.
     """
 
-    def __init__(self, driver: Driver, context: int, mosaic: Callable[[], ctypes.CDLL]) -> None:
+    def __init__(self, driver: Driver, context: int, device: int, mosaic: Callable[[], ctypes.CDLL]) -> None:
         self.driver = driver
+        self.device = device
         self.context = context
         self.mosaic_library = mosaic
         self.modules: list[int] = []
@@ -136,31 +162,30 @@ def unload_dropped() -> None:
 class _Block:
     """The host memory that one launch of a chain uses, prepared once.
 
-    addresses: the device address for each argument, fill and copy of the steps, in order. keep: for each kernel an
-    array of pointers to its arguments' addresses. configs: the kernels' launch configurations. stream: the stream in
-    these configurations. calls: functions of the stream, to call in order; a result other than 0 or None is an error
-    code. current: receives the thread's current CUDA context.
+    memory: the words of all steps, see _words. keep: arrays of pointers to the kernels' parameters, and parameters that
+    are the same in every launch. configs: the kernels' launch configurations. stream: the stream in these
+    configurations. calls: functions of the stream, to call in order; a result other than 0 or None is an error code.
+    current: receives the thread's current CUDA context.
     """
 
     def __init__(self, loaded: "LoadedChain") -> None:
-        self.addresses = (ctypes.c_uint64 * max(1, loaded.slots))()
-        base = ctypes.addressof(self.addresses)
+        whole = ctypes.create_string_buffer(loaded.bytes + _MAP_ALIGNMENT)
+        start = -ctypes.addressof(whole) % _MAP_ALIGNMENT
+        self.memory = (ctypes.c_char * max(1, loaded.bytes)).from_buffer(whole, start)
+        base = ctypes.addressof(self.memory)
         self.stream: int | None = None
         self.current = ctypes.c_void_p()
         self.current_pointer = ctypes.byref(self.current)
         self.configs: list[LaunchConfig] = []
-        self.keep: list[ctypes.Array[ctypes.c_void_p]] = []
+        self.keep: list[ctypes.Array[Any]] = []
         self.calls: list[Callable[[int], int | None]] = []
-        first = 0
-        for step, ready in zip(loaded.chain.steps, loaded.ready, strict=True):
-            self._add(step, ready, base + 8 * first, loaded)
-            first += len(_slices(step))
+        for step, ready, offset in zip(loaded.chain.steps, loaded.ready, loaded.offsets, strict=True):
+            self._add(step, ready, base + offset, loaded)
 
     def _add(self, step: Step, ready: _Ready, address: int, loaded: "LoadedChain") -> None:
         """Adds a step's calls to `calls`.
 
-        ready: the step's loaded kernel. address: the host address, inside `addresses`, of the first device address that
-        the step uses.
+        ready: the step's loaded kernel. address: the host address, inside `memory`, of the step's first word.
         """
         driver: Any = loaded.driver
         at = lambda index: ctypes.c_uint64.from_address(address + 8 * index)
@@ -168,24 +193,44 @@ class _Block:
             case Kernel():
                 for index, part in enumerate(step.zeroed):
                     self.calls.append(_filler(driver, at(index), part.size, 0))
-                pointers = (ctypes.c_void_p * len(step.arguments))(
-                    *(address + 8 * (len(step.zeroed) + index) for index in range(len(step.arguments)))
-                )
-                config = _config(step)
-                self.configs.append(config)
-                self.keep.append(pointers)
-                launch, function = driver.cuLaunchKernelEx, ready.function
-                given = ctypes.addressof(config), function, ctypes.addressof(pointers), None
-                self.calls.append(lambda stream: launch(*given))
-            case MosaicKernel():
-                assert ready.mosaic is not None
+                first = len(step.zeroed)
+                self._add_kernel(step, ready, [address + 8 * (first + i) for i in range(len(step.arguments))], driver)
+            case MosaicKernel() if ready.mosaic is not None:
                 _, context, mosaic = ready.mosaic
                 self.calls.append(lambda stream: mosaic(context, stream, address))
+            case MosaicKernel():
+                assert step.launch is not None
+                self._add_kernel(step.launch, ready, self._pointers(step.launch, ready, address), driver)
             case Fill():
                 self.calls.append(_filler(driver, at(0), step.target.size, step.value))
             case Copy():
                 copy, target, source, size = driver.cuMemcpyDtoDAsync, at(0), at(1), step.target.size
                 self.calls.append(lambda stream: copy(target.value, source.value, size, stream))
+
+    def _add_kernel(self, step: Kernel | MosaicLaunch, ready: _Ready, pointers: list[int], driver: Any) -> None:
+        """Adds the launch of a kernel. pointers: the host addresses of its parameters."""
+        array, config = (ctypes.c_void_p * len(pointers))(*pointers), _config(step)
+        self.keep.append(array)
+        self.configs.append(config)
+        launch = driver.cuLaunchKernelEx
+        given = ctypes.addressof(config), ready.function, ctypes.addressof(array), None
+        self.calls.append(lambda stream: launch(*given))
+
+    def _pointers(self, launch: MosaicLaunch, ready: _Ready, address: int) -> list[int]:
+        """The host addresses of a launch's parameters. address: of its first word."""
+        found, of_map, of_slice = [], address, address + MAP_BYTES * len(ready.tails)
+        for parameter in launch.parameters:
+            match parameter:
+                case TensorMaps():
+                    found.append(of_map)
+                    of_map += MAP_BYTES * len(parameter.maps)
+                case BufferSlice():
+                    found.append(of_slice)
+                    of_slice += 8
+                case Bytes():
+                    self.keep.append(ctypes.create_string_buffer(parameter.value, len(parameter.value)))
+                    found.append(ctypes.addressof(self.keep[-1]))
+        return found
 
 
 def _filler(driver: Any, target: ctypes.c_uint64, size: int, value: int) -> Callable[[int], int]:
@@ -200,7 +245,7 @@ def _filler(driver: Any, target: ctypes.c_uint64, size: int, value: int) -> Call
     return lambda stream: bytewise(target.value, 0, size, stream)
 
 
-def _config(step: Kernel) -> LaunchConfig:
+def _config(step: Kernel | MosaicLaunch) -> LaunchConfig:
     """The launch configuration of a kernel, without the stream."""
     grid, block, cluster = step.grid, step.block, step.cluster
     config = LaunchConfig(
@@ -220,18 +265,28 @@ def _config(step: Kernel) -> LaunchConfig:
     return config
 
 
-def _slices(step: Step) -> tuple[BufferSlice, ...]:
-    """The slices of device memory whose addresses a step needs, in the order in which a _Block lists them."""
+def _words(step: Step, ready: _Ready) -> list[BufferSlice | bytes]:
+    """The words that a launch writes to host memory for a step, in order: device addresses, and ends of tensor maps."""
     match step:
         case Kernel():
-            return (*step.zeroed, *step.arguments)
+            return [*step.zeroed, *step.arguments]
+        case MosaicKernel() if ready.mosaic is not None:
+            return [*step.arguments]
         case MosaicKernel():
-            return step.arguments
+            maps = [x.source for x in _maps(step.launch)]
+            plain = [] if step.launch is None else [x for x in step.launch.parameters if isinstance(x, BufferSlice)]
+            return [word for pair in zip(maps, ready.tails, strict=True) for word in pair] + plain
         case Fill():
-            return (step.target,)
+            return [step.target]
         case Copy():
-            return step.target, step.source
+            return [step.target, step.source]
     raise TypeError(f"got a step of type {type(step).__name__}")
+
+
+def _maps(launch: MosaicLaunch | None) -> list[TensorMap]:
+    """The tensor maps of a launch's parameters, in order."""
+    parameters = () if launch is None else launch.parameters
+    return [x for parameter in parameters if isinstance(parameter, TensorMaps) for x in parameter.maps]
 
 
 def _facts(array: Array) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -269,7 +324,7 @@ class LoadedChain:
         self.driver = cuda or driver()
         self.allocator = allocator or torch_allocator()
         self.context = self.driver.context(device.index)
-        resources = _Resources(self.driver, self.context, mosaic)
+        resources = _Resources(self.driver, self.context, device.index, mosaic)
         self._resources = resources
         self.driver.call("cuCtxPushCurrent", self.context)
         try:
@@ -283,29 +338,47 @@ class LoadedChain:
         self._index = device.index
         self._outputs = [_facts(x) for x in chain.outputs]
         self._workspace = ((chain.workspace,), (1,), torch.uint8) if chain.workspace else None
-        self._order_slices([part for step in chain.steps for part in _slices(step)])
         values = [torch.frombuffer(bytearray(x.value), dtype=torch.uint8) for x in chain.constants]
         self._values = [value.to(device) for value in values]
-        self._constants = [value.data_ptr() for value in self._values]
+        tails = [x for ready in self.ready for x in ready.tails]
+        self._constants: list[Any] = [*(value.data_ptr() for value in self._values), *tails]
+        self._order_words()
         self._blocks: list[_Block] = [_Block(self)]
 
-    def _order_slices(self, slices: list[BufferSlice]) -> None:
-        """Prepares how a launch computes the steps' addresses from the buffers' addresses.
+    def _order_words(self) -> None:
+        """Prepares how a launch computes the steps' words from the buffers' addresses.
 
-        slices: the slices whose addresses the steps need, in order. A launch lists the addresses of the chain's
-        buffers, then each distinct address inside a buffer (_inner). _ordered selects the steps' addresses from this
-        list, and _pack writes them to a _Block. slots: the number of these addresses.
+        A launch lists the addresses of the chain's buffers, the ends of its tensor maps, then each distinct address
+        inside a buffer (_inner). _ordered selects the steps' words from this list, and _pack writes them to a _Block.
+        offsets: of each step's first word in a _Block. bytes: of all words.
         """
-        count = len(self.chain.inputs) + len(self.chain.outputs) + 1 + len(self.chain.constants)
+        chain = self.chain
+        tails = len(chain.inputs) + len(chain.outputs) + 1 + len(chain.constants)
+        words = [_words(step, ready) for step, ready in zip(chain.steps, self.ready, strict=True)]
+        slices = [x for of_step in words for x in of_step if isinstance(x, BufferSlice)]
         inner = list(dict.fromkeys((x.buffer, x.offset) for x in slices if x.offset))
-        known = {(buffer, 0): buffer for buffer in range(count)} | {x: count + at for at, x in enumerate(inner)}
-        order = [known[x.buffer, x.offset] for x in slices]
+        first = tails + sum(len(ready.tails) for ready in self.ready)
+        known = {(buffer, 0): buffer for buffer in range(tails)} | {x: first + at for at, x in enumerate(inner)}
+        order, form = [], "="
+        self.offsets: list[int] = []
+        for of_step, ready in zip(words, self.ready, strict=True):
+            if ready.tails:
+                form += f"{-struct.calcsize(form) % _MAP_ALIGNMENT}x"
+            self.offsets.append(struct.calcsize(form))
+            for word in of_step:
+                if isinstance(word, bytes):
+                    order.append(tails)
+                    tails += 1
+                    form += f"{len(word)}s"
+                else:
+                    order.append(known[word.buffer, word.offset])
+                    form += "Q"
         self._inner = inner
-        self._ordered: Callable[[list[int]], Sequence[int]] = (
+        self._ordered: Callable[[list[Any]], Sequence[Any]] = (
             operator.itemgetter(*order) if len(order) > 1 else lambda addresses: [addresses[order[0]]]
         )
-        self.slots = len(slices)
-        self._pack = struct.Struct(f"={len(slices)}Q").pack_into
+        self.bytes = struct.calcsize(form)
+        self._pack = struct.Struct(form).pack_into
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         allocator, index = self.allocator, self._index
@@ -340,15 +413,15 @@ class LoadedChain:
         outputs, workspace = [], None  # makes room
         return self._by_jax(tensors)
 
-    def _launch(self, addresses: Sequence[int], stream: int) -> None:
-        """Launches all steps on a stream of this device. addresses: the steps' device addresses, in order."""
+    def _launch(self, words: Sequence[Any], stream: int) -> None:
+        """Launches all steps on a stream of this device. words: of the steps, in order."""
         driver: Any = self.driver
         try:
             block = self._blocks.pop()
         except IndexError:
             block = _Block(self)
         try:
-            self._pack(block.addresses, 0, *addresses)
+            self._pack(block.memory, 0, *words)
             if block.stream != stream:
                 for config in block.configs:
                     config.stream = stream
@@ -380,15 +453,63 @@ def _load(step: Step, resources: _Resources) -> _Ready:
     Raises DriverError if the driver or Mosaic fails.
     """
     if isinstance(step, Kernel):
-        module = resources.driver.load(step.cubin)
-        resources.modules.append(module)
-        function = resources.driver.function(module, step.name, len(step.arguments), step.shared_memory)
-        return _Ready(function=function)
-    if isinstance(step, MosaicKernel):
-        compiled = resources.mosaic_library().MosaicGpuCompile(step.module, len(step.module))
-        if not compiled:
-            raise DriverError(f"Mosaic failed to compile kernel {step.name}")
-        resources.mosaic.append(compiled)
-        function, launch = compiled[0], compiled[1]
-        return _Ready(mosaic=_Mosaic(handle=compiled, function=function or 0, launch=_MOSAIC_LAUNCH(launch)))
-    return _Ready()
+        return _Ready(function=_function(step, [8] * len(step.arguments), resources))
+    if not isinstance(step, MosaicKernel):
+        return _Ready()
+    if step.launch is not None:
+        with contextlib.suppress(DriverError):  # then Mosaic compiles the kernel
+            tails = tuple(_tail(x, resources.driver) for x in _maps(step.launch))
+            sizes = [_parameter_bytes(x) for x in step.launch.parameters]
+            return _Ready(function=_function(step.launch, sizes, resources), tails=tails)
+    compiled = resources.mosaic_library().MosaicGpuCompile(step.module, len(step.module))
+    if not compiled:
+        raise DriverError(f"Mosaic failed to compile kernel {step.name}")
+    resources.mosaic.append(compiled)
+    launch = _mosaic_launch(compiled, resources.device)
+    return _Ready(mosaic=_Mosaic(handle=compiled, function=compiled[0] or 0, launch=launch))
+
+
+def _mosaic_launch(compiled: "ctypes._Pointer[ctypes.c_void_p]", device: int) -> Callable[[int, int, int], None]:
+    """The function `launch` of a _Mosaic. compiled: the result of MosaicGpuCompile. device: the GPU's index."""
+    if not _TAKES_KERNEL:
+        return _MOSAIC_LAUNCH(compiled[1])
+    launch, kernel = _MOSAIC_LAUNCH_OF_KERNEL(compiled[1]), compiled[2]
+    return lambda function, stream, address: launch(kernel, function, stream, address, device)
+
+
+def _function(step: Kernel | MosaicLaunch, sizes: list[int], resources: _Resources) -> int:
+    """The handle of a kernel, after its module was loaded. sizes: the bytes of its parameters, which are checked."""
+    module = resources.driver.load(step.cubin)
+    resources.modules.append(module)
+    return resources.driver.function(module, step.name, sizes, step.shared_memory)
+
+
+def _parameter_bytes(parameter: Parameter) -> int:
+    match parameter:
+        case TensorMaps():
+            return MAP_BYTES * len(parameter.maps)
+        case Bytes():
+            return len(parameter.value)
+    return 8
+
+
+def _tail(tensor_map: TensorMap, driver: Driver) -> bytes:
+    """The bytes of a tensor map behind the array's address, which are equal for all addresses.
+
+    Raises DriverError if the driver does not write the address to the first 8 bytes, and to no others.
+    """
+    encoded = [
+        driver.tensor_map(
+            address,
+            dtype=tensor_map.dtype,
+            sizes=tensor_map.sizes,
+            strides=tensor_map.strides,
+            box=tensor_map.box,
+            swizzle=tensor_map.swizzle,
+        )
+        for address in _MAP_ADDRESSES
+    ]
+    found = {(int.from_bytes(x[:8], "little") - at, x[8:]) for x, at in zip(encoded, _MAP_ADDRESSES, strict=True)}
+    if len(found) != 1 or next(iter(found))[0]:
+        raise DriverError("a tensor map does not begin with its address")
+    return encoded[0][8:]

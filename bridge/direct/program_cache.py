@@ -1,9 +1,12 @@
 """A cache of launch chains on disk, so that a function's first call in a later process compiles nothing by XLA.
 
 JAX's own cache cannot serve here: it does not read programs that were compiled for a GPU without starting it. A file
-has a chain under the SHA-256 of its lowered program, the GPU and the versions of the compilers. Files are whole at any
-moment, so that several processes can share the folder; the files that were used longest ago are removed above
-MOST_BYTES.
+has a chain under the SHA-256 of its lowered program, the GPU and the versions of the compilers. A smaller file, a link,
+has the name of a chain's file under the key of a call (call_key.py). Files are whole at any moment, so that several
+processes can share the folder; the files that were used longest ago are removed above MOST_BYTES.
+
+The files contain code that the GPU runs. So a folder or a file that another user can write is not read: its owner has
+to be this user or root, and only the owner may write it. A folder that cannot be written is read.
 
 The folder is `programs` in JAX_KERNELS_CACHE, or in the user's cache folder. JAX_KERNELS_PROGRAM_CACHE=0 turns the
 cache off. So does a user's own jax_compilation_cache_dir, unless JAX_KERNELS_PROGRAM_CACHE=1.
@@ -19,6 +22,7 @@ import io
 import json
 import os
 import re
+import stat
 import types
 import typing
 import zlib
@@ -28,15 +32,29 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir as mlir_ir
 
+import jax_kernels
 from jax_kernels.bridge.direct import chain as records
 from jax_kernels.bridge.direct.chain import LaunchChain
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.files import write_whole
 
-__all__ = ["MOST_BYTES", "folder", "key_of", "load", "program_text", "remember", "store", "was_remembered"]
+__all__ = [
+    "MOST_BYTES",
+    "folder",
+    "key_of",
+    "link",
+    "linked",
+    "load",
+    "program_text",
+    "remember",
+    "source_digest",
+    "store",
+    "versions",
+    "was_remembered",
+]
 
 MOST_BYTES = 256 << 20
-_FORMAT = 1
+_FORMAT = 2
 _SETTING = "JAX_KERNELS_PROGRAM_CACHE"
 # The packages that compile a program, or change its text.
 _COMPILERS = (
@@ -51,7 +69,10 @@ _COMPILERS = (
     "nvidia-cuda-nvcc-cu12",
     "nvidia-nvvm",
 )
+# JAX sets these when it imports its kernels.
+_PATHS_OF_JAX = ("MOSAIC_GPU_RUNTIME_LIB_PATH", "MOSAIC_GPU_NVSHMEM_BC_PATH", "MOSAIC_GPU_NVSHMEM_SO_PATH")
 _OF_KERNELS = re.compile(r'(?:kernel_hash|module) = "[^"]*"')  # a quote inside is \22
+_IS_KEY = re.compile(rb"[0-9a-f]{64}")
 ir: Any = mlir_ir  # type checkers do not see its classes
 
 
@@ -80,18 +101,36 @@ def folder() -> Path | None:
 
 
 @functools.cache
-def _versions() -> str:
+def versions() -> dict[str, str]:
+    """The versions of the installed packages that compile a program, or change its text, by name."""
     found = {}
     for name in _COMPILERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return json.dumps(found)
+    return found
+
+
+@functools.cache
+def source_digest() -> str:
+    """A digest of this library's source code, and of the winners that are part of it."""
+    root, digest = str(Path(jax_kernels.__file__).parent), hashlib.sha256()
+    for parent, folders, names in os.walk(root, followlinks=True):  # a checkout has links to folders
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".json")):
+                path = os.path.join(parent, name)
+                with open(path, "rb") as file:
+                    data = file.read()
+                digest.update(f"{path.removeprefix(root)} {len(data)} ".encode() + data)
+    return digest.hexdigest()
 
 
 def key_of(*parts: str) -> str:
     """The name of a file: a digest of the parts, the versions of the compilers, and XLA's and Mosaic's settings."""
     settings = {name: x for name, x in os.environ.items() if name.startswith(("XLA_FLAGS", "MOSAIC_GPU_"))}
-    whole = json.dumps([_FORMAT, _versions(), sorted(settings.items()), *parts])
+    for name in _PATHS_OF_JAX:
+        settings.pop(name, None)
+    whole = json.dumps([_FORMAT, versions(), sorted(settings.items()), *parts])
     return hashlib.sha256(whole.encode()).hexdigest()
 
 
@@ -144,13 +183,30 @@ def load(key: str) -> LaunchChain | None:
         return None
     try:
         return _decoded(json.loads(zlib.decompress(data)), LaunchChain)
-    except (ValueError, KeyError, TypeError, zlib.error):  # of another version, or damaged
+    except (ValueError, KeyError, TypeError, zlib.error):  # written by another program
+        _report_damage()
         return None
 
 
 def store(key: str, chain: LaunchChain) -> None:
     """Writes a chain under a key. If the folder cannot be written, warns once and writes nothing."""
     _write(key, zlib.compress(json.dumps(_encoded(chain)).encode(), 1))
+
+
+def link(key: str, target: str) -> None:
+    """Writes under a key that its chain is under the key `target`."""
+    _write(key, target.encode())
+
+
+def linked(key: str) -> LaunchChain | None:
+    """The chain under the key that `link` wrote under this key; None without both files."""
+    target = _read(key)
+    if target is None:
+        return None
+    if not _IS_KEY.fullmatch(target):
+        _report_damage()
+        return None
+    return load(target.decode())
 
 
 def was_remembered(key: str) -> bool:
@@ -164,17 +220,60 @@ def remember(key: str) -> None:
 
 
 def _read(key: str) -> bytes | None:
+    """The data of a file; None without the file, for a damaged one, and for one that another user can write."""
     where = folder()
     if where is None:
         return None
     try:
-        data = (where / key).read_bytes()
+        if not _is_safe_folder(where):
+            return None
+        with (where / key).open("rb") as file:
+            if not _is_safe(os.fstat(file.fileno())):
+                _report(f"does not read {where / key}: a user other than you and root owns it, or may write it")
+                return None
+            data = file.read()
     except OSError:
         return None
     with contextlib.suppress(OSError):
         os.utime(where / key)  # used now
     digest, body = data[:32], data[32:]
-    return body if hashlib.sha256(body).digest() == digest else None
+    if hashlib.sha256(body).digest() == digest:
+        return body
+    _report_damage()
+    return None
+
+
+def _is_safe(facts: os.stat_result) -> bool:
+    """Whether only this user and root can write a file or folder. True on Windows, where the mode does not tell."""
+    if not hasattr(os, "geteuid"):
+        return True
+    return facts.st_uid in (os.geteuid(), 0) and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_safe_folder(where: Path) -> bool:
+    """Whether only this user and root can write the folder; otherwise warns once.
+
+    It may be a folder that an earlier version made by the umask: then takes the rights of the others away. Raises
+    OSError.
+    """
+    facts = where.stat()
+    if not _is_safe(facts) and facts.st_uid == os.geteuid():
+        where.chmod(0o700)  # files of another owner in it are not read
+        facts = where.stat()
+    if _is_safe(facts):
+        return True
+    _report(f"does not use compiled programs in {where}: a user other than you and root owns it, or may write it")
+    return False
+
+
+def _report_damage() -> None:
+    """Warns once that a file is damaged. Its program is compiled, and the file is written, again."""
+    _report(f"found a damaged file of compiled programs in {folder()}, and compiles its program again")
+
+
+def _report(problem: str) -> None:
+    """Warns about a problem, once in a process."""
+    warn_once(f"jax_kernels.bridge {problem}. Set JAX_KERNELS_CACHE to another folder, or {_SETTING}=0.")
 
 
 def _write(key: str, data: bytes) -> None:
@@ -182,13 +281,14 @@ def _write(key: str, data: bytes) -> None:
     if where is None:
         return
     try:
-        where.mkdir(parents=True, exist_ok=True)
-        write_whole(where / key, hashlib.sha256(data).digest() + data)
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_safe_folder(where):
+            return
+        write_whole(where / key, hashlib.sha256(data).digest() + data, mode=0o600)
         _remove_oldest(where)
     except OSError as error:
-        warn_once(
-            f"jax_kernels.bridge cannot keep compiled programs in {where} ({error.strerror or error}), so each process "
-            f"compiles them again. Set JAX_KERNELS_CACHE to another folder, or {_SETTING}=0.",
+        _report(
+            f"cannot keep compiled programs in {where} ({error.strerror or error}), so each process compiles them again"
         )
 
 
@@ -225,6 +325,8 @@ def _decoded(x: Any, kind: Any) -> Any:
         return tuple(_decoded(part, typing.get_args(kind)[0]) for part in x)
     kind = getattr(kind, "__value__", kind)  # of a type alias
     if isinstance(kind, types.UnionType):
+        if x is None and types.NoneType in typing.get_args(kind):
+            return None
         names = {option.__name__: option for option in typing.get_args(kind)}
         return _decoded(x, names[x["type"]])
     if dataclasses.is_dataclass(kind):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels import chunks, dispatch
-from jax_kernels.bridge.direct import dlpack_route, program_cache
+from jax_kernels.bridge.direct import call_key, dlpack_route, program_cache
 from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
 from jax_kernels.bridge.direct.compile import Target, compile_chain
 from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
@@ -274,7 +274,8 @@ def _self_test_key(device: torch.device, kind: str) -> str | None:
     """The key under which program_cache remembers that a self-test passed; None if the cache is off."""
     if program_cache.folder() is None:
         return None
-    return program_cache.key_of("self-test", kind, _target(device).description, torch.__version__, driver_version())
+    facts = _target(device).description, torch.__version__, driver_version(), program_cache.source_digest()
+    return program_cache.key_of("self-test", kind, *facts)
 
 
 def _warn(what: str, reason: str) -> None:
@@ -303,7 +304,8 @@ def _loaded(
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in own]
     specs += [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors if x is not None]
     flat = _of_arrays(function, tensors, masks)
-    chain = _compiled(flat, specs, device)
+    key = _call_key(function, tensors, device) if masks is None else None
+    chain = _compiled(flat, specs, device, key)
     if chain.has_mosaic:
         if device not in _STATE.refused_mosaic:
             _STATE.refused_mosaic[device] = _fails(device, "Mosaic's")
@@ -331,10 +333,22 @@ def _of_arrays(
     return flat
 
 
-def _compiled(function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct], device: torch.device) -> LaunchChain:
-    """The launch chain of a function of arrays with these shapes and dtypes, planned and compiled for a GPU."""
+def _call_key(function: JaxFunction, tensors: Sequence[torch.Tensor | None], device: torch.device) -> str | None:
+    """The key under which a chain is found without lowering; None for a function that is not known by name."""
+    given = [None if x is None else jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors]
+    info = dispatch.device_info(dlpack.jax_device(device))
+    return call_key.key_of(function, given, _target(device).description, info)
+
+
+def _compiled(
+    function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct], device: torch.device, key: str | None = None
+) -> LaunchChain:
+    """The launch chain of a function of arrays with these shapes and dtypes, planned and compiled for a GPU.
+
+    key: of the call on disk, or None.
+    """
     with dlpack.outside_of_traces(), dispatch.on_device(dispatch.device_info(dlpack.jax_device(device))):
-        return compile_chain(_target(device), function, specs)
+        return compile_chain(_target(device), function, specs, key)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -43,6 +44,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuMemsetD8Async": (_HANDLE, ctypes.c_ubyte, _SIZE, _HANDLE),
     "cuMemsetD32Async": (_HANDLE, _UNSIGNED, _SIZE, _HANDLE),
     "cuMemcpyDtoDAsync_v2": (_HANDLE, _HANDLE, _SIZE, _HANDLE),
+    "cuTensorMapEncodeTiled": (_OUT, _INT, _UNSIGNED, _HANDLE, _OUT, _OUT, _OUT, _OUT, _INT, _INT, _INT, _INT),
     "cuThreadExchangeStreamCaptureMode": (_OUT,),
 }
 
@@ -127,25 +129,47 @@ class Driver:
         """Loads compiled GPU code in the current context. Returns the module's handle."""
         return self.handle("cuModuleLoadData", cubin)
 
-    def function(self, module: int, name: str, arguments: int, shared_memory: int) -> int:
+    def function(self, module: int, name: str, sizes: Sequence[int], shared_memory: int) -> int:
         """The handle of the kernel `name` in a loaded module.
 
-        arguments: the number of its parameters, all of them addresses; otherwise raises DriverError. shared_memory: the
-        bytes of dynamic shared memory of its launches, which the kernel is then allowed to use.
+        sizes: the bytes of each of its parameters; raises DriverError if it has others. shared_memory: the bytes of
+        dynamic shared memory of its launches, which the kernel is then allowed to use.
         """
         function = self.handle("cuModuleGetFunction", module, name.encode())
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        for index in range(arguments):
+        for index, wanted in enumerate(sizes):
             self.call("cuFuncGetParamInfo", function, index, ctypes.byref(offset), ctypes.byref(size))
-            if size.value != 8:
-                raise DriverError(f"kernel {name}: argument {index} has {size.value} bytes, want 8")
+            if size.value != wanted:
+                raise DriverError(f"kernel {name}: argument {index} has {size.value} bytes, want {wanted}")
         if not self.cuFuncGetParamInfo(  # type: ignore[attr-defined]
-            function, arguments, ctypes.byref(offset), ctypes.byref(size)
+            function, len(sizes), ctypes.byref(offset), ctypes.byref(size)
         ):
-            raise DriverError(f"kernel {name}: got {arguments} arguments, want more")
+            raise DriverError(f"kernel {name}: got {len(sizes)} arguments, want more")
         if shared_memory > 48 * 1024:
             self.call("cuFuncSetAttribute", function, _SHARED_MEMORY, shared_memory)
         return function
+
+    def tensor_map(
+        self,
+        address: int,
+        *,
+        dtype: int,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int,
+    ) -> bytes:
+        """The CUtensorMap of an array at a device address. The other arguments are the fields of chain.TensorMap."""
+        whole = ctypes.create_string_buffer(128 + 64)
+        start = -ctypes.addressof(whole) % 64
+        rank, words = len(sizes), ctypes.c_uint64 * len(sizes)
+        halves = ctypes.c_uint32 * rank
+        arrays = words(*sizes), words(*strides), halves(*box), halves(*[1] * rank)
+        pointers = [ctypes.addressof(x) for x in arrays]
+        target = ctypes.addressof(whole) + start
+        # Neither interleaved nor with a promotion in L2; elements outside of the array are zeros.
+        self.call("cuTensorMapEncodeTiled", target, dtype, rank, address, *pointers, 0, swizzle, 0, 0)
+        return whole.raw[start : start + 128]
 
 
 @functools.cache

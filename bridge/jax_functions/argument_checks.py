@@ -10,6 +10,7 @@ from jax_kernels.bridge.translate.activations import Activation
 
 __all__ = [
     "check_activation",
+    "check_function_of_tensors",
     "check_optional_tensors",
     "check_precision",
     "check_scales",
@@ -23,14 +24,22 @@ def check_tensors(**tensors: Any) -> None:
     """Raises TypeError for an argument that is no torch.Tensor, such as a NumPy or JAX array."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor{way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor{_of_array(x) or way_out(x)}")
 
 
 def check_optional_tensors(**tensors: Any) -> None:
     """Raises TypeError for an argument that is neither a torch.Tensor nor None."""
     for name, x in tensors.items():
         if not (x is None or isinstance(x, torch.Tensor)):
-            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor or None{way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor or None{_of_array(x) or way_out(x)}")
+
+
+def check_function_of_tensors(argument: str, function: Any) -> None:
+    """Raises TypeError, with the argument's name, for a function of jax_kernels that takes arrays, not tensors."""
+    home = getattr(getattr(function, "func", function), "__module__", None) or ""  # func: of a functools.partial
+    if home.startswith("jax_kernels.") and not home.startswith("jax_kernels.bridge."):
+        name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+        raise TypeError(f"{argument}: got {name} of jax_kernels, which takes arrays; want bridge.{name}")
 
 
 def check_scales(**scales: Any) -> None:
@@ -77,6 +86,13 @@ def check_precision(precision: str | None, wanted: tuple[str, ...] | None = None
 def type_name(x: Any) -> str:
     """The type of x with its module, such as "numpy.ndarray", for an error."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def _of_array(x: Any) -> str:
+    """The end of an error about an array of JAX or NumPy; "" for other objects."""
+    if isinstance(x, jax.Array):
+        return "; jax_kernels itself has the ops for JAX arrays"
+    return "; torch.from_numpy makes one" if isinstance(x, np.ndarray) else ""
 
 
 def way_out(x: Any) -> str:

@@ -16,6 +16,7 @@ from jax_kernels.analysis.analyze import analysis_of, with_total
 from jax_kernels.analysis.record import Trace
 from jax_kernels.analysis.report import Analysis
 from jax_kernels.bridge.interop import planning_device
+from jax_kernels.bridge.jax_functions.argument_checks import check_function_of_tensors
 from jax_kernels.bridge.operators import plan_query
 from jax_kernels.bridge.operators.plan_query import RecordedCall
 from jax_kernels.bridge.ops.explain import device_info, milliseconds_of
@@ -60,6 +61,7 @@ def analyze(
     """
     if not seconds > 0:
         raise ValueError(f"seconds: got {seconds}, want a number above 0")
+    check_function_of_tensors("function", function)
     with tuned_by(None), plan_query.recording() as calls:
         function(*args, **kwargs)
     if not calls:

@@ -11,6 +11,7 @@ import torch
 
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack
+from jax_kernels.bridge.jax_functions.argument_checks import check_function_of_tensors
 from jax_kernels.bridge.operators import plan_query
 from jax_kernels.device import DeviceInfo
 from jax_kernels.tuning.benchmark import ImplementationTime
@@ -37,6 +38,7 @@ def explain(
     """
     if not callable(op):
         raise TypeError(f"op: got {type(op).__name__}, want a function of jax_kernels.bridge")
+    check_function_of_tensors("op", op)
     target = None
     if device is not None:
         given = device_info(device) if isinstance(device, torch.device) else device
@@ -101,6 +103,7 @@ def benchmark_implementations(
     Raises op's error if op raises for every implementation; ValueError if kwargs has `implementation`, if no argument
     is a tensor, and for `gradients` if no tensor requires a gradient; TypeError if op has no argument `implementation`.
     """
+    check_function_of_tensors("op", op)
     if not _takes_implementation(op):
         name = getattr(op, "__name__", repr(op))
         raise TypeError(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from jax_kernels.bridge.jax_functions.argument_checks import check_function_of_tensors
 from jax_kernels.testing.validation import ValidationReport, compared, sized_shape
 
 __all__ = ["validate"]
@@ -40,6 +41,8 @@ def validate(
 
     Returns a ValidationReport. The errors are jax_kernels.validate's.
     """
+    check_function_of_tensors("candidate", candidate)
+    check_function_of_tensors("baseline", baseline)
     if not factor >= 1:
         raise ValueError(f"factor: got {factor}, want 1 or more")
     if isinstance(inputs, str):

@@ -13,6 +13,7 @@ from jax_kernels.analysis.marks import Runs
 from jax_kernels.analysis.record import Trace
 from jax_kernels.analysis.report import Advice, Analysis, OpUse, shape_text
 from jax_kernels.device import DeviceInfo, device_info
+from jax_kernels.frameworks import check_function, check_no_tensors
 from jax_kernels.ops.planned_op import TunableCall
 from jax_kernels.ops.ring.plan import RingPlan
 from jax_kernels.tuning import timers
@@ -57,12 +58,15 @@ def analyze(
       An Analysis, whose text is a table.
 
     Raises:
+      TypeError: `function` is no function, or takes tensors; or an argument has a tensor.
       ValueError: `device` is unknown, or is not JAX's default device and times are asked for; an argument is a
         jax.ShapeDtypeStruct and `measure` is True; or seconds is not above 0.
       The errors of the function.
     """
     if not seconds > 0:
         raise ValueError(f"seconds: got {seconds}, want a number above 0")
+    check_function("function", function, "analyze")
+    check_no_tensors((args, kwargs), "analyze")
     here = device_info()
     info = here if device is None else device_info(device)
     if (measure or check) and info != here:

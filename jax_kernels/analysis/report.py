@@ -121,7 +121,7 @@ class Analysis:
         widths = [max(len(row[i]) for row in table) for i in range(len(self.COLUMNS))]
         lines = ["  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip() for row in table]
         blocks = [f"{use.op} ({use.shape}): {use.plan.config}" for use in self.uses if use.plan.config is not None]
-        parts = [self.head(), *lines]
+        parts = [self.head(), *(lines if len(table) > 1 else ["no op of this library ran, and no matmul"])]
         parts += ["", "blocks:", *(f"  {line}" for line in blocks)] if blocks else []
         devices = [_devices(use) for use in self.uses if use.sent_bytes is not None]
         parts += ["", "devices:", *(f"  {line}" for line in devices)] if devices else []

@@ -1,28 +1,14 @@
 """The jax-kernels command. Its own packages (the cli extra), PyTorch and Flax load when a command needs them."""
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Collection
 from typing import Annotated, Any, NoReturn
 
-__all__ = ["UserError", "WriteError", "main"]
+from jax_kernels.extras import EXTRAS, is_installed
 
-# Optional package -> the extra of this library that installs it.
-EXTRAS = {
-    "filelock": "flax",
-    "flax": "flax",
-    "grain": "flax",
-    "matplotlib": "cli",
-    "optax": "flax",
-    "orbax": "flax",
-    "platformdirs": "cli",
-    "rich": "cli",
-    "torch": "torch",
-    "transformers": "hf",
-    "typer": "cli",
-}
+__all__ = ["UserError", "WriteError", "main"]
 
 
 class UserError(Exception):
@@ -51,6 +37,7 @@ FLAX_COMMANDS = {
     "generate": ("trained.generate", "generate", "Continue a text with a model that train trained"),
     "eval": ("trained.evaluate", "evaluate", "Measure the loss and the perplexity of a trained model on a text"),
 }
+_HELP = {"help_option_names": ["-h", "--help"]}
 # Shells set it while they complete a command line; click reads it.
 _COMPLETE = "_JAX_KERNELS_COMPLETE"
 
@@ -87,6 +74,7 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
         help="Attention and matmul kernels in JAX Pallas: show the kernels that this machine can run, and check them.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        context_settings=_HELP,
     )
 
     def show_version(is_asked: bool) -> None:
@@ -124,7 +112,7 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
             help=f"{text} (needs the flax extra); --help shows its options.",
         )
         def run(context: typer.Context) -> Any:
-            command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            command = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
             command.command()(target())
             return command(context.args, prog_name=f"jax-kernels {name}", standalone_mode=False)
 
@@ -142,6 +130,16 @@ def _fail(message: str, code: int = 2) -> NoReturn:
     if message:  # without arguments, the help was shown instead
         print(f"jax-kernels: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
+
+
+def _hint(message: str, words: list[str]) -> str:
+    """The end of an error of typer: how to go on. words: of the command line."""
+    command = words[0] if words and words[0] in COMMANDS | FLAX_COMMANDS else None
+    if command == "profile" and message.startswith("No such option"):
+        return "; options of the script come after --, as in jax-kernels profile train.py -- --steps 2"
+    if command is not None and message.startswith(("Got unexpected extra argument", "Missing ", "No such option")):
+        return f"; jax-kernels {command} --help lists the options"
+    return "; jax-kernels --help lists the commands" if message.startswith("No such command") else ""
 
 
 def _given(parameter: Any, arguments: list[str]) -> str | None:
@@ -165,11 +163,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     The exit code is 0 for success, 1 for a check that failed or a file that cannot be written, 2 for bad input or a
     missing package.
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     try:
-        words = sys.argv[1:] if arguments is None else arguments
         sys.exit(
             _app(_words_to_complete() if _COMPLETE in os.environ else words)(
-                arguments, prog_name="jax-kernels", standalone_mode=False
+                words, prog_name="jax-kernels", standalone_mode=False
             )
         )
     except UserError as error:
@@ -178,12 +178,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _fail(str(error), 1)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS or importlib.util.find_spec(package) is not None:
+        if package not in EXTRAS or is_installed(package):
             raise
         _fail(f"this needs the package {package}: pip install 'jax-kernels[{EXTRAS[package]}]'")
     except Exception as error:
         if not hasattr(error, "format_message"):  # a bug, not an error of typer's: show its traceback
             raise
         message = error.format_message()
-        value = _given(getattr(error, "param", None), sys.argv[1:] if arguments is None else arguments)
-        _fail(message if value is None or value in message else f"{message}, got {value!r}")
+        value = _given(getattr(error, "param", None), words)
+        text = message if value is None or value in message else f"{message}, got {value!r}"
+        _fail(text.removesuffix(".") + hint if (hint := _hint(message, words)) else text)

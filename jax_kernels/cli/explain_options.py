@@ -102,7 +102,8 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     """
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"{option}: got {text!r}, want whole numbers above 0 with commas, as in 1,4096,16,128")
+        hint = "" if option != "--mask" else ": a mask is given by its shape, and a causal one by --causal"
+        raise UserError(f"{option}: got {text!r}, want whole numbers above 0 with commas, as in 1,4096,16,128{hint}")
     return tuple(int(part) for part in parts)
 
 

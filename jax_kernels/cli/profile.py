@@ -88,13 +88,16 @@ def _tensor_calls(script: Path) -> Iterator[list[Any]]:
 
 
 def _show(found: Analysis) -> None:
-    table = Table(*found.COLUMNS, title=found.head())
-    for row in found.rows():
-        table.add_row(*row)
+    rows = found.rows()
+    shown = [i for i in range(len(found.COLUMNS)) if any(row[i] for row in rows)]  # without times, some are empty
+    table = Table(*(found.COLUMNS[i] for i in shown), title=found.head())
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
     console = Console()
+    console.width = max(console.width, 160)  # a table is not cut off, in a file or in a narrow window
     console.print(table)
     for advice in found.advice:
-        console.print(f"advice: {advice}", markup=False, highlight=False)
+        console.print(f"advice: {advice}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _as_json(found: Analysis) -> dict[str, Any]:

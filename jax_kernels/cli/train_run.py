@@ -89,7 +89,9 @@ def run(
         begun = trainer.step
         if begun and begun < settings["steps"]:
             say(f"goes on from step {begun}", flush=True)
-        say(f"{mesh.size} devices, {jax.process_count()} processes, mesh {dict(mesh.shape)}", flush=True)
+        of_devices = f"{mesh.size} device{'s' if mesh.size > 1 else ''}"
+        of_processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
+        say(f"{of_devices}, {of_processes}, mesh {dict(mesh.shape)}", flush=True)
         with stop_asked() as asked:
             tokens = settings["batch_size"] * settings["seq_len"]
             with progress(begun, settings["steps"], tokens, is_shown=is_first) as report:

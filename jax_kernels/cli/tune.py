@@ -149,6 +149,9 @@ class OpGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
+        if name not in COMMANDS and ctx.params.get("script") is not None:
+            text = shlex.join(args)
+            raise UserError(f"--from: got the arguments {text!r} behind it, want --arguments {shlex.quote(text)}")
         if name not in COMMANDS:
             raise UserError(f"op: got {name!r}, want one of {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}")
         return super().resolve_command(ctx, args)

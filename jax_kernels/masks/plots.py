@@ -4,6 +4,11 @@ import os
 import textwrap
 
 import numpy as np
+
+from jax_kernels.extras import require
+
+require("matplotlib", "plot")
+
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kernels.frameworks import check_function, check_no_tensors
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["SIZES", "Comparison", "ValidationReport", "compared", "sized_shape", "validate"]
@@ -97,6 +98,9 @@ def validate(
     Raises the functions' errors; ValueError for an unknown size, for a factor below 1, and if the results differ in
     structure or shape.
     """
+    check_function("candidate", candidate, "validate")
+    check_function("baseline", baseline, "validate")
+    check_no_tensors(inputs, "validate")
     if not factor >= 1:
         raise ValueError(f"factor: got {factor}, want 1 or more")
     if not isinstance(inputs, str | list | tuple):

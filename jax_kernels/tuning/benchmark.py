@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import numbers
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.dispatch import Plan, explain, reason_against
+from jax_kernels.frameworks import check_function, check_no_tensors
 from jax_kernels.tuning import timers
 from jax_kernels.tuning.timers import Program, Timer, milliseconds, ones_like_result
 
@@ -73,8 +75,10 @@ def benchmark_implementations(
     Raises the error of op for these arguments; ValueError if kwargs has `implementation`, and for `gradients` if no
     array has floating-point values; TypeError if op has no plan, or no argument `implementation`.
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds: got {seconds}, want a number above 0")
+    if not isinstance(seconds, numbers.Real) or not seconds > 0:
+        raise ValueError(f"seconds: got {seconds!r}, want a number above 0")
+    check_function("op", op, "benchmark_implementations")
+    check_no_tensors((args, kwargs), "benchmark_implementations")
     if "implementation" in kwargs:
         raise ValueError(f"implementation: got {kwargs['implementation']!r}, want none: all are timed")
     if not _takes_implementation(op):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_kernels import dispatch
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Request, tuning_key
+from jax_kernels.extras import require
 from jax_kernels.ops.planned_op import PlannedCall, TunableCall, tuned_by
 from jax_kernels.tuned import cache
 from jax_kernels.tuned.winners import Winner
@@ -234,8 +235,7 @@ def tune(
         raise ValueError(f"seconds: got {seconds}, want a number above 0")
     if jax.process_count() > 1:
         raise RuntimeError("tune: got one of several processes of a program, want a program of one process")
-    import filelock  # noqa: F401  before any time is spent
-
+    require("filelock", "tune", "cli")  # before any time is spent
     if cache.folder() is None:
         raise ModuleNotFoundError(
             "tune needs the package platformdirs: pip install 'jax-kernels[cli]'", name="platformdirs"

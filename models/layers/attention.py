@@ -1,5 +1,6 @@
 """Multi-head attention as an nnx module, with rotary embedding and a key-value cache of static shape."""
 
+import functools
 from typing import Any, overload
 
 import jax
@@ -30,6 +31,7 @@ from jax_kernels.models.parallel.sharding import (
     token_order,
     whole_length,
 )
+from jax_kernels.models.training.packing import DealtDocuments
 from jax_kernels.models.training.remat import PROJECTION
 from jax_kernels.ops.attention.decode_attention import MOST_QUERIES, decode_attention
 from jax_kernels.ops.attention.flash_attention import flash_attention
@@ -230,7 +232,7 @@ class MultiHeadAttention(nnx.Module):
         x: jax.Array,
         *,
         mask: jax.Array | masks.Mask | None = None,
-        segment_ids: jax.Array | None = None,
+        segment_ids: jax.Array | DealtDocuments | None = None,
         positions: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> jax.Array | tuple[jax.Array, KVCache]:
@@ -265,6 +267,9 @@ class MultiHeadAttention(nnx.Module):
                 raise ValueError("segment_ids: got an array with a cache, want None: a cache holds one document")
             self._check_cache(cache, x)
             start = cache.length
+        layout = None
+        if isinstance(segment_ids, DealtDocuments):
+            segment_ids, positions, layout = *segment_ids, "documents"
         query, key, value = self._heads(x, start, positions)
         if self.mask is not None:
             length = whole_length(self.sequence_axis, x.shape[1]) if cache is None else x.shape[1]
@@ -272,7 +277,9 @@ class MultiHeadAttention(nnx.Module):
             mask = self.mask if mask is None else self.mask & as_mask(mask, *lengths)
         if cache is None:
             attend = self._attend if sequence_devices(self.sequence_axis) == 1 else self._attend_over_devices
-            arguments = {} if segment_ids is None else {"segment_ids": segment_ids}
+            arguments: dict[str, Any] = {} if segment_ids is None else {"segment_ids": segment_ids}
+            if layout is not None:
+                arguments["layout"] = layout
             return self._project(attend(query, key, value, mask, **arguments))
 
         cache = append(cache, key, value)
@@ -308,16 +315,23 @@ class MultiHeadAttention(nnx.Module):
         )
 
     def _attend_over_devices(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        mask: Any,
+        segment_ids: jax.Array | None = None,
+        layout: str | None = None,
     ) -> jax.Array:
         """The attention's result [B, T, num_heads, head_dim] by ring_attention, for tokens sharded along
-        sequence_axis.
+        sequence_axis. layout: None for sequence_layout.
         """
         assert self.sequence_axis is not None
         length = whole_length(self.sequence_axis, query.shape[1])
         mask = None if mask is None else as_mask(mask, length, length).unprepared
         options: dict[str, Any] = {"axis": self.sequence_axis, "rules": self.rules, "mask": mask}
-        return share_sequence(self._ring, query, key, value, segment_ids, **options)
+        ring = functools.partial(self._ring, layout=layout or self.sequence_layout)
+        return share_sequence(ring, query, key, value, segment_ids, **options)
 
     def _ring(
         self,
@@ -326,6 +340,8 @@ class MultiHeadAttention(nnx.Module):
         value: jax.Array,
         segment_ids: jax.Array | None = None,
         mask: masks.Mask | None = None,
+        *,
+        layout: str,
     ) -> jax.Array:
         """ring_attention with the module's options, for one device's tokens inside shard_map: [B, T, num_heads,
         head_dim].
@@ -336,7 +352,7 @@ class MultiHeadAttention(nnx.Module):
             key,
             value,
             axis_name=self.sequence_axis,
-            layout=self.sequence_layout,
+            layout=layout,
             strategy=self.sequence_strategy,
             mask=mask,
             is_causal=self.is_causal,

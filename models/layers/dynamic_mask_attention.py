@@ -101,7 +101,13 @@ class DynamicMaskAttention(MultiHeadAttention):
         return False  # only _attend chooses the keys to keep
 
     def _attend_over_devices(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        mask: Any,
+        segment_ids: jax.Array | None = None,
+        layout: str | None = None,
     ) -> jax.Array:
         raise NotImplementedError(
             f"sequence_axis: got tokens sharded along {self.sequence_axis!r}, want whole sequences: the keys to keep "

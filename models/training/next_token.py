@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.models.training.packing import within_documents
+from jax_kernels.models.training.packing import DealtDocuments, within_documents
 from jax_kernels.models.transformer import Transformer
 
 __all__ = ["is_next_token_loss", "next_token_loss"]
@@ -26,7 +26,7 @@ def next_token_loss(
     z_loss, label_smoothing: as in linear_cross_entropy; functools.partial gives them to a Trainer.
     """
     tokens, targets, segment_ids, weights = (*batch, None, None)[:4]
-    if segment_ids is not None:
+    if segment_ids is not None and not isinstance(segment_ids, DealtDocuments):
         targets = within_documents(targets, segment_ids)
     counts = targets >= 0
     count = counts.sum() if weights is None else jnp.where(counts, weights, 0).sum(dtype=jnp.float32)

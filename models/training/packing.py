@@ -9,7 +9,7 @@ from jax import lax
 
 from jax_kernels.masks import checks
 
-__all__ = ["Packed", "document_positions", "document_starts", "packed", "within_documents"]
+__all__ = ["DealtDocuments", "Packed", "document_positions", "document_starts", "packed", "within_documents"]
 
 
 class Packed(NamedTuple):
@@ -20,6 +20,16 @@ class Packed(NamedTuple):
 
     segment_ids: jax.Array
     positions: jax.Array | None
+
+
+class DealtDocuments(NamedTuple):
+    """The document ids and positions of packed tokens that are in the order of a DocumentLayout, int32 [B, T] each.
+
+    segment_ids: the layout's ids, which only ring_attention with the layout "documents" understands.
+    """
+
+    segment_ids: jax.Array
+    positions: jax.Array
 
 
 def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.compilation import compile_kernels, compiler_options, paused_collections
-from jax_kernels.models.config import TransformerConfig, positive
+from jax_kernels.models.config import TransformerConfig, check_kind, positive
 from jax_kernels.models.layers.delayed_scaling import AmaxHistory
 from jax_kernels.models.layers.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.layers.routing import balanced
@@ -25,6 +25,7 @@ from jax_kernels.models.parallel.sharding import (
     state_shardings,
 )
 from jax_kernels.models.training import checkpoints
+from jax_kernels.models.training.deal import check_dealing, dealt
 from jax_kernels.models.training.folder_lock import FolderLock
 from jax_kernels.models.training.loss_scale import (
     SMALLEST,
@@ -74,6 +75,9 @@ class Trainer(TrainerCheckpoints):
         model's Routing, by which the step moves each expert_bias.
       folder: for checkpoints; None to write none. keep: the number of newest checkpoints to keep. One trainer at a time
         writes a folder: see lock_folder.
+      deal_documents: deals the packed documents of each batch out to the devices of config.sequence_axis, by a
+        DocumentLayout, so that all have equal work. Batches have segment_ids, which the host reads; the losses are the
+        same up to rounding. For next_token_loss, on one process, without pipeline stages.
       loss_scale: with "float16", the first scale of the mean loss; None for 2**16. Checkpoints keep the current scale.
 
     step: the number of steps, trained and skipped, that led to the state.
@@ -99,6 +103,7 @@ class Trainer(TrainerCheckpoints):
         folder: str | Path | None = None,
         keep: int = 2,
         loss_scale: float | None = None,
+        deal_documents: bool = False,
     ) -> None:
         seed = checked_arguments(config, optimizer, mesh, rules, seed, loss, folder)
         positive("accumulate", accumulate)
@@ -106,6 +111,10 @@ class Trainer(TrainerCheckpoints):
         if folder is not None:
             checkpoints.check_folder(Path(folder))
         self._first_scale = checked_scale(loss_scale, config)
+        check_kind("deal_documents", deal_documents, bool, "a bool")
+        if deal_documents:
+            check_dealing(config, loss)
+        self._deals = deal_documents
         self.config = config
         self.optimizer = optimizer
         mesh = make_mesh({"data": 1}) if mesh is None else mesh
@@ -257,7 +266,7 @@ class Trainer(TrainerCheckpoints):
         Raises TypeError or ValueError if the loss is next_token_loss and the batch does not have its form, or has NumPy
         arrays with ids outside the vocabulary or weights below 0.
         """
-        batch = self._on_auto_axes(self._checked_batch(batch))
+        batch = self._placed_batch(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
                 with paused_collections():
@@ -275,11 +284,14 @@ class Trainer(TrainerCheckpoints):
         """
         if is_next_token_loss(self.loss):
             check_batch(batch, self.config.vocab_size, name)
+        if self._deals and len(batch) < 3:
+            raise ValueError(f"{name}: got {len(batch)} items with deal_documents=True, want segment_ids as third")
         return batch
 
-    def _on_auto_axes(self, batch: Any) -> Any:
-        """The batch, with arrays on a mesh with Explicit axes moved to this trainer's mesh; their shards stay on their
-        devices.
+    def _placed_batch(self, batch: Any) -> Any:
+        """The batch on this trainer's mesh, dealt out with deal_documents.
+
+        Arrays on a mesh with Explicit axes are moved; their shards stay on their devices.
         """
 
         def moved(x: Any) -> Any:
@@ -288,7 +300,8 @@ class Trainer(TrainerCheckpoints):
                 return x
             return jax.device_put(x, NamedSharding(self.mesh, sharding.spec))
 
-        return jax.tree.map(moved, batch)
+        batch = jax.tree.map(moved, batch)
+        return dealt(batch, self.mesh, self.rules, self.config) if self._deals else batch
 
     @functools.cached_property
     def _evaluate(self) -> Any:
@@ -300,7 +313,7 @@ class Trainer(TrainerCheckpoints):
         """The mean loss on a batch, in nats for next_token_loss; 0 if no target counts. Raises the errors of
         `train`. The part of the loss that balances experts is left out.
         """
-        batch = self._on_auto_axes(self._checked_batch(batch))
+        batch = self._placed_batch(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             total, count, *balance = self._evaluate(self.state["params"], batch)
         count, total = float(count), float(total) - (float(balance[0]) if balance else 0.0)

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jax_kernels import cli, dispatch
+from jax_kernels.cli import bench
 from jax_kernels.cli.bench import page, peers, rows
 from jax_kernels.cli.bench import sizes as bench_sizes
 from jax_kernels.cli.ops import OPS
@@ -38,6 +39,7 @@ def test_a_run(run, tmp_path):
     assert "matmul, forward and backward, fake timer, CPU" in out
     assert re.search(r"64 x 256 +│ xla +│ 2 +│ 0.0% +│ 0.0126", out)  # 3 * 2 * 64 * 256 * 256 operations in 2 ms
     assert out.count("not mosaic_gpu: it needs an NVIDIA GPU") == 2
+    assert [f"wrote {tmp_path / name}" in out.replace("\n", "") for name in ("r.json", "r.html")] == [True, True]
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["device"]["name"] == "CPU"
     assert report["versions"]["jax"] == jax.__version__
@@ -105,6 +107,14 @@ def test_densities(run, tmp_path):
     blocks = rows.random_blocks(8, 3)
     assert (blocks.sum(1) == 3).all()
     assert blocks.diagonal().all()
+
+
+def test_attention_is_a_short_name(run, monkeypatch):
+    """As in explain and tune."""
+    seen = []
+    monkeypatch.setattr(bench, "rows_of", lambda op, *given: seen.append(op) or [])
+    assert run("attention")[0] == 0
+    assert set(seen) == {"flash_attention"}
 
 
 def test_speed_ups_are_over_the_densest_mask():

@@ -277,10 +277,27 @@ def test_explain_without_arguments_lists_ops(run):
 
 
 @pytest.mark.parametrize(
+    ("words", "other"),
+    [("help", "--help"), ("-h", "--help"), ("help info", "info --help"), ("info -h", "info --help")],
+)
+def test_other_ways_to_ask_for_help(run, words, other):
+    assert run(*words.split()) == run(*other.split())
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("info --device h300", ("device: got 'h300'", "h200")),
-        ("info --devise h200", ("No such option", "--devise")),
+        ("info --devise h200", ("No such option", "--devise", "; jax-kernels info --help lists the options")),
+        ("helo", ("No such command 'helo'", "; jax-kernels --help lists the commands")),
+        ("train text.txt", ("unexpected extra argument", "text.txt", "; jax-kernels train --help lists the options")),
+        ("profile a.py --steps 3", ("No such option: --steps", "come after --, as in jax-kernels profile train.py --")),
+        ("profile", ("Missing argument 'script'; jax-kernels profile --help lists the options",)),
+        (
+            "tune --from a.py -- --steps 2",
+            ("--from: got the arguments '--steps 2' behind it, want --arguments '--steps 2'",),
+        ),
+        ("explain --shape 1,8,4,64 --mask causal", ("--mask: got 'causal', want whole", "a causal one by --causal")),
         ("nonsense", ("nonsense",)),
         ("explain attention", ("--shape",)),
         ("explain nope --shape 1,8,4,64", ("op: got 'nope', want one of attention, flash_attention, ",)),

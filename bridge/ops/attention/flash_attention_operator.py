@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from jax_kernels.bridge.direct.call_key import describe
 from jax_kernels.bridge.interop import dlpack, planning_device, torch_internals
 from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.operators import torch_operator
@@ -193,7 +194,8 @@ def _forward(device: torch.device, options: Options):
             return out, lse
         return out, jnp.stack([lse, jnp.zeros_like(lse) if lse_lo is None else lse_lo], axis=1)
 
-    return jax.jit(named(forward, "flash_attention"), keep_unused=True)
+    jitted = jax.jit(named(forward, "flash_attention"), keep_unused=True)
+    return describe(jitted, "flash_attention forward", options)
 
 
 @memoize
@@ -206,7 +208,8 @@ def _inference(device: torch.device, options: Options):
         call, inputs = _prepare(options, *arrays)
         return (attention.attention_forward(attention.with_options(call, has_lse=False), inputs).out,)
 
-    return jax.jit(named(inference, "flash_attention"), keep_unused=True)
+    jitted = jax.jit(named(inference, "flash_attention"), keep_unused=True)
+    return describe(jitted, "flash_attention inference", options)
 
 
 def gradient_bits(needed: Sequence[bool | None]) -> int:
@@ -258,7 +261,8 @@ def _backward(device: torch.device, options: Options, wanted: int):
         (pulled,) = pullback({name: getattr(gradients, name) for name in given})
         return tuple(pulled[name] for name in names)
 
-    return jax.jit(named(backward, "flash_attention_backward"), keep_unused=True)
+    jitted = jax.jit(named(backward, "flash_attention_backward"), keep_unused=True)
+    return describe(jitted, "flash_attention backward", options, wanted)
 
 
 def forward_program(*arguments):

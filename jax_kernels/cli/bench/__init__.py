@@ -21,6 +21,8 @@ from jax_kernels.spelling import did_you_mean
 
 __all__ = ["bench"]
 
+_SHORT = {"attention": "flash_attention"}  # a name of explain and tune
+
 
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(help=f"of {', '.join(STANDARD)}; default: all")] = None,
@@ -42,7 +44,8 @@ def bench(
     On a GPU the times are device times. On a CPU the sizes are small, and the times are the host's. The page of --html
     has a roofline, and with --density a plot of the speed over the density of the mask.
     """
-    for name in ops or ():
+    ops = [_SHORT.get(name, name) for name in ops or ()]
+    for name in ops:
         if name not in STANDARD:
             raise UserError(f"op: got {name!r}, want one of {', '.join(STANDARD)}{did_you_mean(name, STANDARD)}")
     if not seconds > 0:
@@ -77,6 +80,7 @@ def _write(option: str, path: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise WriteError(f"{option}: {path} cannot be written ({error.strerror or error})") from error
+    print(f"wrote {path}")
 
 
 def _show(device: str, rows: Sequence[Row]) -> None:

@@ -1,5 +1,7 @@
 """Launches of a chain, with a driver that records them."""
 
+import ctypes
+import dataclasses
 import gc
 import threading
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from jax_kernels.bridge.direct import executable, launcher
 from jax_kernels.bridge.direct.chain import (
     Array,
     BufferSlice,
+    Bytes,
     Constant,
     Copy,
     Dims,
@@ -18,6 +21,9 @@ from jax_kernels.bridge.direct.chain import (
     Kernel,
     LaunchChain,
     MosaicKernel,
+    MosaicLaunch,
+    TensorMap,
+    TensorMaps,
 )
 from jax_kernels.bridge.interop.cuda_driver import DriverError
 from tests.support.fakes.cuda import CONTEXT, STREAM, FakeCuda, FakeMosaic, Launch, Memory
@@ -52,6 +58,20 @@ SECOND = Kernel(
     arguments=(part(WORK, 256), part(OUT1)),
 )
 MOSAIC = MosaicKernel(name="mosaic", module=b"ML", arguments=(part(IN1), part(WORK, 256), part(OUT)))
+MAP = TensorMap(source=part(IN1), dtype=7, sizes=(6, 4), strides=(24,), box=(6, 2), swizzle=0)
+SECOND_MAP = dataclasses.replace(MAP, source=part(WORK, 256), swizzle=3)
+LAUNCHED = dataclasses.replace(
+    MOSAIC,
+    launch=MosaicLaunch(
+        name="launched",
+        cubin=b"launched's",
+        grid=Dims(x=9),
+        block=Dims(x=384),
+        cluster=Dims(x=2),
+        shared_memory=200_000,
+        parameters=(Bytes(value=b"\7\0\0\0"), part(OUT), TensorMaps(maps=(MAP, SECOND_MAP)), TensorMaps(maps=(MAP,))),
+    ),
+)
 STEPS = (
     FIRST,
     Fill(target=part(WORK, 1024, 12), value=5),
@@ -75,7 +95,7 @@ class Bench:
     """A loaded chain, and the objects that loaded it."""
 
     def __init__(self, *steps, device=GPU):
-        self.cuda = FakeCuda({"first": 3, "second": 2})
+        self.cuda = FakeCuda({"first": 3, "second": 2, "launched": [4, 8, 256, 128]})
         self.mosaic = FakeMosaic(3)
         self.memory = Memory()
         self.inputs = [torch.rand(4, 6) for _ in range(2)]
@@ -134,6 +154,63 @@ def test_steps_get_addresses_on_the_current_stream():
             ("launch", second),
         ]
         assert bench.mosaic.calls == [("launch", (0xF00, stream, [y, work + 256, out]))]
+
+
+def test_a_known_launch_needs_no_mosaic():
+    """The tensor maps of each launch have the addresses of its buffers, and otherwise the bytes of the driver."""
+    bench = Bench(FIRST, LAUNCHED, SECOND)
+    loaded = bench.load()
+    values = 7, [6, 4], [24], [6, 2], [1, 1], 0, 0, 0, 0
+    assert bench.cuda.maps[:2] == [values] * 2
+    assert bench.cuda.maps[2][:7] == (*values[:6], 3)
+    assert ("attribute", ("launched", 8, 200_000)) in bench.cuda.calls
+    tails = [ready.tails for ready in loaded.ready][1]
+    for _ in range(3):
+        bench.inputs = [torch.rand(4, 6) for _ in range(2)]
+        bench.cuda.calls.clear()
+        loaded(*bench.inputs)
+        x, y, out, out1, work = bench.addresses()
+        sources = zip((y, work + 256, y), tails, strict=True)
+        first, second, third = (address.to_bytes(8, "little") + tail for address, tail in sources)
+        launch = Launch(
+            *("launched", (9, 1, 1), (384, 1, 1), (2, 1, 1), 200_000, STREAM),
+            [b"\7\0\0\0", out, first + second, third],
+        )
+        assert bench.cuda.calls[2] == ("launch", launch)
+        assert bench.cuda.calls[1][1].arguments == [x, work + 256, loaded._constants[0]]
+        assert bench.cuda.calls[3][1].arguments == [work + 256, out1]
+    assert not bench.mosaic.modules
+
+
+@pytest.mark.parametrize("trouble", ["a driver with other maps", "a kernel with other parameters", "no encoder"])
+def test_mosaic_compiles_if_a_launch_cannot_be_used(trouble):
+    bench = Bench(LAUNCHED)
+    if trouble == "a driver with other maps":
+        own = bench.cuda._cuTensorMapEncodeTiled
+        bench.cuda.cuTensorMapEncodeTiled._call = lambda target, dtype, rank, address, *others: own(
+            target, dtype, rank, address >> 1, *others
+        )
+    elif trouble == "no encoder":
+        bench.cuda.fails = {"cuTensorMapEncodeTiled"}
+    else:
+        bench.cuda.counts["launched"] = [4, 8, 128, 128]
+    loaded = bench.load()
+    assert bench.mosaic.modules == [b"ML"]
+    loaded(*bench.inputs)
+    _, y, out, _, work = bench.addresses()
+    assert bench.mosaic.calls == [("launch", (0xF00, STREAM, [y, work + 256, out]))]
+
+
+def test_newer_mosaic_gets_the_kernel_and_the_device(monkeypatch):
+    bench, seen = Bench(MOSAIC, device=GPU1), []
+    launch = launcher._MOSAIC_LAUNCH_OF_KERNEL(lambda *given: seen.append(given))
+    compiled = (ctypes.c_void_p * 3)(0xF00, ctypes.cast(launch, ctypes.c_void_p).value, 0xF0F)
+    monkeypatch.setattr(bench.mosaic, "MosaicGpuCompile", lambda module, size: compiled)
+    monkeypatch.setattr(launcher, "_TAKES_KERNEL", True)
+    loaded = bench.load()
+    loaded(*bench.inputs)
+    ((kernel, function, stream, _, index),) = seen
+    assert (kernel, function, stream, index) == (0xF0F, 0xF00, STREAM, 1)
 
 
 @pytest.mark.parametrize("current", [None, 0x77])

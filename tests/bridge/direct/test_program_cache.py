@@ -18,6 +18,7 @@ from jax_kernels.bridge.direct import program_cache
 from jax_kernels.bridge.direct.chain import (
     Array,
     BufferSlice,
+    Bytes,
     Constant,
     Copy,
     Dims,
@@ -25,7 +26,11 @@ from jax_kernels.bridge.direct.chain import (
     Kernel,
     LaunchChain,
     MosaicKernel,
+    MosaicLaunch,
+    TensorMap,
+    TensorMaps,
 )
+from jax_kernels.bridge.interop import warn_once as warn_once_module
 from tests.tools import compile_case
 from tests.tools.compile_chains import target_of
 
@@ -43,6 +48,16 @@ CHAIN = LaunchChain(
             arguments=(PIECE, PIECE), zeroed=(PIECE,),
         ),
         MosaicKernel(name="m", module=b"ML\xefR", arguments=(PIECE,)),
+        MosaicKernel(
+            name="n", module=b"ML\xefR", arguments=(PIECE,),
+            launch=MosaicLaunch(
+                name="n", cubin=b"\x7fELF", grid=Dims(x=2), block=Dims(x=128), cluster=Dims(), shared_memory=9,
+                parameters=(
+                    TensorMaps(maps=(TensorMap(source=PIECE, dtype=9, sizes=(8,), strides=(), box=(8,), swizzle=3),)),
+                    PIECE, Bytes(value=b"\0\1"),
+                ),
+            ),
+        ),
     ),
 )  # fmt: skip
 
@@ -52,6 +67,12 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_CACHE", str(tmp_path))
     monkeypatch.delenv("JAX_KERNELS_PROGRAM_CACHE", raising=False)
     return tmp_path / "programs"
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    """Warnings that this process has given before are given again."""
+    monkeypatch.setattr(warn_once_module, "_GIVEN", set())
 
 
 def test_a_chain_is_read_as_it_was_written(folder):
@@ -66,23 +87,87 @@ def test_a_chain_is_read_as_it_was_written(folder):
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:40] + b"x" + data[41:]]
 )
-def test_a_damaged_file_does_not_count(folder, damage):
+def test_a_damaged_file_does_not_count(folder, damage, reports):
     key = program_cache.key_of("a")
     program_cache.store(key, CHAIN)
     (folder / key).write_bytes(damage((folder / key).read_bytes()))
-    assert program_cache.load(key) is None
+    with pytest.warns(UserWarning, match="found a damaged file of compiled programs in .*Set JAX_KERNELS_CACHE"):
+        assert program_cache.load(key) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one report
+        assert program_cache.load(key) is None
     program_cache.store(key, CHAIN)
     assert program_cache.load(key) == CHAIN
 
 
-def test_a_file_of_another_form_does_not_count(folder):
+def test_a_file_of_another_form_does_not_count(folder, reports):
     key = program_cache.key_of("a")
     program_cache.remember(key)
     assert program_cache.was_remembered(key)
-    assert program_cache.load(key) is None
+    with pytest.warns(UserWarning, match="damaged file"):
+        assert program_cache.load(key) is None
+    assert program_cache.linked(key) is None
     program_cache._write(key, zlib.compress(b'{"type": "LaunchChain", "inputs": 3}'))
     assert program_cache.load(key) is None
     assert not program_cache.was_remembered(key)
+
+
+def test_a_link_leads_to_a_chain(folder):
+    key, other = program_cache.key_of("call"), program_cache.key_of("text")
+    assert program_cache.linked(key) is None
+    program_cache.link(key, other)
+    assert program_cache.linked(key) is None  # the chain's file was removed
+    program_cache.store(other, CHAIN)
+    assert program_cache.linked(key) == CHAIN
+
+
+def test_only_the_user_can_write_files(folder):
+    """Also under a umask that lets others write, and in a folder that an earlier version made."""
+    before = os.umask(0)
+    try:
+        key = program_cache.key_of("a")
+        folder.mkdir(parents=True, mode=0o777)
+        program_cache.store(key, CHAIN)
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / key)] == [0o700, 0o600]
+    folder.chmod(0o770)
+    assert program_cache.load(key) == CHAIN
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_that_others_can_write_is_not_read(folder, reports):
+    key = program_cache.key_of("a")
+    program_cache.store(key, CHAIN)
+    (folder / key).chmod(0o620)
+    with pytest.warns(UserWarning, match=f"does not read .*{key}: a user other than you and root owns it, or may"):
+        assert program_cache.load(key) is None
+
+
+def test_a_folder_of_another_user_is_not_used(folder, reports, monkeypatch):
+    key = program_cache.key_of("a")
+    program_cache.store(key, CHAIN)
+    own = os.stat
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    monkeypatch.setattr(Path, "stat", lambda path: os.stat_result([own(path)[0], 0, 0, 0, 5678, *own(path)[5:]]))
+    with pytest.warns(UserWarning, match="does not use compiled programs in .*: a user other than you and root owns"):
+        assert program_cache.load(key) is None
+    program_cache.store(program_cache.key_of("b"), CHAIN)
+    assert [path.name for path in folder.iterdir()] == [key]
+
+
+def test_a_folder_that_cannot_be_written_is_read(folder, reports, monkeypatch):
+    key = program_cache.key_of("a")
+    program_cache.store(key, CHAIN)
+
+    def refuse(*given, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(program_cache, "write_whole", refuse)
+    assert program_cache.load(key) == CHAIN
+    with pytest.warns(UserWarning, match="cannot keep compiled programs in .*Read-only file system"):
+        program_cache.store(program_cache.key_of("b"), CHAIN)
 
 
 def test_the_least_used_files_are_removed(folder, monkeypatch):
@@ -102,7 +187,9 @@ def test_keys_depend_on_compilers_and_settings(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     assert program_cache.key_of("a") != first
     monkeypatch.undo()
-    monkeypatch.setattr(program_cache, "_versions", lambda: "{}")
+    monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "/elsewhere")  # JAX itself sets it
+    assert program_cache.key_of("a") == first
+    monkeypatch.setattr(program_cache, "versions", dict)
     assert program_cache.key_of("a") != first
 
 
@@ -135,7 +222,7 @@ def test_settings(folder, monkeypatch, tmp_path):
     assert program_cache.folder() is None
 
 
-def test_a_folder_that_cannot_be_written_warns_once(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_warns_once(tmp_path, monkeypatch, reports):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAX_KERNELS_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match=r"cannot keep compiled programs in .*file.programs \(.*Set JAX_KERNELS_CACHE"):

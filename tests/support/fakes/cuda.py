@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ STREAM = 0x5
 
 
 class Launch(NamedTuple):
-    """A kernel launch. cluster: its dimensions, or None."""
+    """A kernel launch. cluster: its dimensions, or None. arguments: an int of 8 bytes, or another number of bytes."""
 
     function: int
     grid: tuple[int, int, int]
@@ -24,7 +25,7 @@ class Launch(NamedTuple):
     cluster: tuple[int, int, int] | None
     shared_memory: int
     stream: int
-    arguments: list[int]
+    arguments: list[int | bytes]
 
 
 class _Function:
@@ -50,13 +51,15 @@ def write(pointer: Any, value: int) -> None:
 class FakeCuda:
     """The library of `Driver`. calls: (name, arguments) of each call that changes state; a launch is a Launch.
 
-    counts: the number of arguments of each kernel. fails: names of functions that return an error.
+    counts: the number of arguments of each kernel, or the bytes of each argument. fails: names of functions that return
+    an error.
     """
 
-    def __init__(self, counts: dict[str, int] | None = None) -> None:
+    def __init__(self, counts: "dict[str, int | list[int]] | None" = None) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.counts = counts or {}
         self.fails: set[str] = set()
+        self.maps: list[Any] = []
         self.stack = [CONTEXT]
         self.names: dict[int, str] = {}
         self._handles = itertools.count(0x100)
@@ -117,9 +120,28 @@ class FakeCuda:
         write(out, handle)
 
     def _cuFuncGetParamInfo(self, function, index, offset, size):
-        if index >= self.counts[self.names[function]]:
+        sizes = self._sizes(function)
+        if index >= len(sizes):
             return 1
-        write(size, 8)
+        write(size, sizes[index])
+
+    def _sizes(self, function):
+        found = self.counts[self.names[function]]
+        return [8] * found if isinstance(found, int) else found
+
+    def _cuTensorMapEncodeTiled(self, target, dtype, rank, address, *others):
+        """Writes the address, then a digest of all other values, as a driver writes them in a form of its own."""
+        assert target % 64 == 0
+        sizes, strides, box, steps, interleave, swizzle, promotion, fill = others
+        read = lambda kind, at, count: list((kind * count).from_address(at))
+        values = (
+            *(dtype, read(ctypes.c_uint64, sizes, rank), read(ctypes.c_uint64, strides, rank - 1)),
+            *(read(ctypes.c_uint32, box, rank), read(ctypes.c_uint32, steps, rank), interleave, swizzle),
+            *(promotion, fill),
+        )
+        self.maps.append(values)
+        tail = hashlib.sha512(repr(values).encode()).digest() * 2
+        ctypes.memmove(target, address.to_bytes(8, "little") + tail[:120], 128)
 
     def _cuFuncSetAttribute(self, function, attribute, value):
         self.calls.append(("attribute", (self.names[function], attribute, value)))
@@ -132,8 +154,9 @@ class FakeCuda:
             attribute = config.attributes[0]
             assert (config.count, attribute.id) == (1, 4)
             cluster = tuple(attribute.value[:3])
-        count = self.counts[self.names[function]]
-        pointers = (ctypes.c_void_p * count).from_address(parameters)
+        sizes = self._sizes(function)
+        pointers = (ctypes.c_void_p * len(sizes)).from_address(parameters)
+        given = [ctypes.string_at(at, size) for at, size in zip(pointers, sizes, strict=True)]
         launch = Launch(
             function=self.names[function],
             grid=(config.grid_x, config.grid_y, config.grid_z),
@@ -141,7 +164,7 @@ class FakeCuda:
             cluster=cluster,
             shared_memory=config.shared,
             stream=config.stream or 0,
-            arguments=[ctypes.c_uint64.from_address(at).value for at in pointers],
+            arguments=[int.from_bytes(x, "little") if len(x) == 8 else x for x in given],
         )
         self.calls.append(("launch", launch))
 
