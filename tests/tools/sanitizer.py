@@ -185,7 +185,7 @@ def _grouped_gated(implementation: str, columns: int = 320, precision: str | Non
 
 
 def _experts(implementation: str) -> Call:
-    """The weighted sums of experts' rows, of which 60 belong to another device. Its results are without these rows."""
+    """The weighted sums of experts' rows. 60 rows belong to another device, and results leave them out."""
 
     def combine(x: Any, w_gate: Any, w_up: Any, w_down: Any, weights: Any) -> Any:
         sizes, order = jnp.asarray([70, 0, 13, 161], jnp.int32), jnp.arange(304, dtype=jnp.int32) * 7 % 304
