@@ -1,5 +1,6 @@
 """Linear and GatedMLP as nnx modules, by this library's matmul."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,12 +10,13 @@ from jax import lax
 from jax_kernels.models.config import check_fp8_scaling, check_scaling, check_size
 from jax_kernels.models.layers.delayed_scaling import copy_history, delayed_scale, empty_history
 from jax_kernels.ops.checks import checked_array
+from jax_kernels.ops.matmul import fp8_shared
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_op
 from jax_kernels.ops.matmul.checks import PRECISIONS, checked_activation
 from jax_kernels.plain_numbers import plain_arguments
 
-__all__ = ["GatedMLP", "Linear"]
+__all__ = ["GatedMLP", "Linear", "shared_projections"]
 
 
 class Linear(nnx.Linear):
@@ -85,8 +87,7 @@ class Linear(nnx.Linear):
         The result has the dtype of the computation. If the module has no dtype of its own, the result has the promoted
         dtype of the computation and residual.
         """
-        is_plain = self.dot_general is lax.dot_general and self.preferred_element_type is None and out_sharding is None
-        if not is_plain or self.precision not in (None, *PRECISIONS):
+        if not self._is_plain or out_sharding is not None or self.precision not in (None, *PRECISIONS):
             if self.precision == "fp8":
                 raise ValueError(
                     "precision: got 'fp8' with an option of nnx's (dot_general, preferred_element_type, "
@@ -119,6 +120,36 @@ class Linear(nnx.Linear):
             implementation=self.implementation,
             **scales,
         )
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the module has no option of nnx.Linear that this library's matmul lacks."""
+        return self.dot_general is lax.dot_general and self.preferred_element_type is None
+
+    @property
+    def _is_bare_fp8(self) -> bool:
+        """Whether the module is an 8-bit matmul without a bias and an activation."""
+        return self.precision == "fp8" and self.bias is None and self.activation is None and self._is_plain
+
+
+def shared_projections(modules: Sequence[nnx.Linear], x: jax.Array) -> tuple[jax.Array, ...]:
+    """(module(x) for each module), where x is rounded to 8 bits once for modules of one kind.
+
+    With fp8_scaling="delayed" the first module's history of x is used for all of them, and copied to the others.
+    """
+    first = modules[0]
+    alike = lambda module: (module.scaling, module.fp8_scaling, module.implementation, module.dtype)
+    if not all(type(module) is Linear and module._is_bare_fp8 and alike(module) == alike(first) for module in modules):
+        return tuple(module(x) for module in modules)
+    x, *kernels = _promoted(first, x, *(module.kernel[...] for module in modules))
+    scales: dict[str, Any] = {}
+    if first.fp8_scaling == "delayed":
+        scales["x_scale"] = delayed_scale(first.x_history, x)
+        histories = [module.kernel_history for module in modules]
+        scales["w_scales"] = [delayed_scale(of, kernel) for of, kernel in zip(histories, kernels, strict=True)]
+        for module in modules[1:]:
+            copy_history(first.x_history, module.x_history)
+    return fp8_shared.shared_matmuls(x, kernels, scaling=first.scaling, implementation=first.implementation, **scales)
 
 
 def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:

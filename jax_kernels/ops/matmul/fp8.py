@@ -8,21 +8,25 @@ for dw so are the two operands.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels import dispatch
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
+from jax_kernels.ops.activations import derivative_of, not_for_triton
 from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients, reverse_mode, sum_of_rows
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.matmul.partitioning import both_ways_of_outer
 from jax_kernels.ops.planned_op import PlannedCall
+from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.pallas.matmul.passes import quantize_with_transpose as passes
+from jax_kernels.pallas.matmul.passes.gated_gradients import gated_gradients
 from jax_kernels.pallas.triton import backend
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.quantization import (
@@ -38,11 +42,29 @@ from jax_kernels.quantization import (
     scale_shape,
 )
 from jax_kernels.quantization.scale_blocks import BLOCK, boxes, counts, sizes_of
+from jax_kernels.quantization.scales import scale_of
 from jax_kernels.reference import matmul as reference
 from jax_kernels.tracing.derivatives import straight_through, without_derivative
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "run"]
+__all__ = [
+    "DTYPES",
+    "RESIDUALS",
+    "Factor",
+    "Operands",
+    "as_arrays",
+    "both_ways",
+    "check_device",
+    "checked_scales",
+    "of_quantized",
+    "product_gradients",
+    "rounded_matmul",
+    "run",
+    "weights_both_ways",
+]
+
+# Names for policies of jax.checkpoint: 8-bit operands of the backward, and the results before an activation.
+RESIDUALS = "fp8_operand", "fp8_preactivation"
 
 DTYPES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 NEEDS = (8, 9)  # the first compute capability with 8-bit matmuls
@@ -158,7 +180,8 @@ def _has_frozen_weights(inputs: MatmulInputs) -> bool:
     return inputs.w.dtype in DTYPES and inputs.x.dtype not in DTYPES
 
 
-def _out(call, inputs):
+def rounded_matmul(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    """out [..., N] of a planned 8-bit matmul, without a derivative: rounds the operands, and multiplies them."""
     return _run(call, inputs, saves=False).out
 
 
@@ -167,12 +190,25 @@ def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResul
 
     saves: whether the result has preactivation and up, which the backward of an epilogue reads.
     """
-    options = dataclasses.replace(call.options, transpose_w=True, saves_preactivation=saves)
-    x = _operand(inputs.x, inputs.x_scale, options.scaling)
+    x = _operand(inputs.x, inputs.x_scale, call.options.scaling)
     w = _summed_last(inputs.w, inputs.w_scale, call.options)
+    w_up = None if inputs.w_up is None else _summed_last(inputs.w_up, inputs.w_up_scale, call.options)
+    return of_quantized(call, inputs, x, w, w_up, saves=saves)
+
+
+def of_quantized(
+    call: PlannedCall,
+    inputs: MatmulInputs,
+    x: QuantizedArray,
+    w: QuantizedArray,
+    w_up: QuantizedArray | None,
+    *,
+    saves: bool,
+) -> MatmulResult:
+    """The MatmulResult of quantised operands: x [..., K], w and w_up [N, K]. inputs: has bias and residual."""
+    options = dataclasses.replace(call.options, transpose_w=True, saves_preactivation=saves)
     quantized = inputs._replace(x=x.values, x_scale=x.scale, w=w.values, w_scale=w.scale)
-    if inputs.w_up is not None:
-        w_up = _summed_last(inputs.w_up, inputs.w_up_scale, call.options)
+    if w_up is not None:
         quantized = quantized._replace(w_up=w_up.values, w_up_scale=w_up.scale)
     return batched(dataclasses.replace(call, options=options))(quantized)
 
@@ -198,9 +234,8 @@ def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
 def _forward(call, inputs):
     """(out, residuals): the forward under differentiation. Raises NotImplementedError if x has 8 bits.
 
-    residuals: (the inputs, with x, bias and residual replaced by a scalar of their dtype, and without x_scale; x's
-    transpose, quantised, or None with weights of 8 bits; the MatmulResult without out, for the derivative of the
-    epilogue).
+    residuals: (the inputs, with arrays that the backward does not read replaced by a scalar of their dtype; the
+    Operands; the MatmulResult without out, for the derivative of the epilogue).
     """
     if inputs.x.dtype in DTYPES:
         raise NotImplementedError(
@@ -211,48 +246,136 @@ def _forward(call, inputs):
         x, x_of_columns = _operand(inputs.x, inputs.x_scale, call.options.scaling), None
     else:
         x, x_of_columns = both_ways(call, inputs.x, inputs.x_scale)
-    result = _run(call, inputs._replace(x=x.values, x_scale=x.scale), saves=saves)
-    token = lambda y: None if y is None else y.dtype.type(0)  # shows that the array existed, and its dtype
-    kept = inputs._replace(x=token(inputs.x), x_scale=None, bias=token(inputs.bias), residual=token(inputs.residual))
-    return result.out, (kept, x_of_columns, result._replace(out=None))  # type: ignore[arg-type]
+    w, w_of_dx = weights_both_ways(call, inputs.w, inputs.w_scale)
+    w_up, w_up_of_dx = (None, None) if inputs.w_up is None else weights_both_ways(call, inputs.w_up, inputs.w_up_scale)
+    result = of_quantized(call, inputs, x, w, w_up, saves=saves)
+    operands = Operands(x=x_of_columns, w=w_of_dx, w_up=w_up_of_dx).named()
+    saved = jax.tree.map(lambda y: checkpoint_name(y, RESIDUALS[1]), result._replace(out=None))  # type: ignore[arg-type]
+    tokens = inputs._replace(x_scale=None, w_scale=None, w_up_scale=None)
+    return result.out, (jax.tree.map(lambda y: y.dtype.type(0), tokens), operands, saved)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "w_up"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operands:
+    """The quantised operands of the matmuls of the backward.
+
+    x: x's transpose [K, ...], for the sum over x's outer axes; None with weights of 8 bits. w, w_up: [K, N], for the
+    sum over N; w_up is None without a gate.
+    """
+
+    x: QuantizedArray | None
+    w: QuantizedArray
+    w_up: QuantizedArray | None = None
+
+    def named(self) -> "Operands":
+        """The same operands, with a name for policies of jax.checkpoint."""
+        return jax.tree.map(lambda y: checkpoint_name(y, RESIDUALS[0]), self)
 
 
 @under_defaults
 def _backward(call, residuals, dout):
     """(MatmulInputs of the gradients,), by 8-bit matmuls of the rounded cotangent."""
-    inputs, x_of_columns, saved = residuals
-    dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
-    dz, dup = (None if y is None else y.astype(dout.dtype) for y in (dz, dup))
-    dbias = None
+    inputs, operands, saved = residuals
+    found = _cotangents(call, saved, dout)
+    dz, dbias = found.z, None
     if inputs.bias is not None:
         dz = lax.optimization_barrier(dz)  # without it XLA writes dz in float32 for the sum and reads it again
         dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
-    gradients = functools.partial(_product_gradients, call, x_of_columns)
-    dx, dw = gradients(inputs.w, inputs.w_scale, dz, inputs.x.dtype if dup is None else jnp.float32)
-    dw_up = None
-    if dup is not None:
-        dx_up, dw_up = gradients(inputs.w_up, inputs.w_up_scale, dup, jnp.float32)
-        dx = (dx + dx_up).astype(inputs.x.dtype)
+    factors = [Factor(dz=dz, scale=found.z_scale, w=operands.w, dtype=inputs.w.dtype)]
+    if found.up is not None:
+        assert operands.w_up is not None
+        factors.append(Factor(dz=found.up, scale=found.up_scale, w=operands.w_up, dtype=inputs.w_up.dtype))
+    dx, (dw, *others) = product_gradients(call, operands.x, factors, inputs.x.dtype)
     dresidual = None if inputs.residual is None else dout
-    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)  # type: ignore[arg-type]
+    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=others[0] if others else None),)  # type: ignore[arg-type]
 
 
-def _product_gradients(
-    call: PlannedCall, x_of_columns: QuantizedArray | None, w: Any, w_scale: Any, dz: Any, dtype: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """(dx = dz wᵀ in `dtype`, dw = xᵀ dz in w's shape and dtype), by 8-bit matmuls.
+class _Cotangents(NamedTuple):
+    """The cotangents of x @ w + bias and of x @ w_up, like dout, and the scales to round them with.
 
-    x_of_columns: x's transpose [K, ...], quantised for the sum over x's outer axes; None for no dw. w, w_scale: the
-    weights, [K, N] or [N, K] with the call's transpose_w, and their scale, as the caller gave them. dz: the cotangent
-    of x @ w, [..., N]; it is rounded to e5m2.
+    up is None without a gate. A scale is None if it is still to be computed.
     """
-    if x_of_columns is None:
-        dz_of_rows = _of_rows(dz, None, call.options.scaling, "e5m2")
-        return _product(call, dz_of_rows, _of_dx(w, w_scale, call.options), dtype), None
-    dz_of_rows, dz_of_columns = both_ways(call, dz, format="e5m2")
-    dx = _product(call, dz_of_rows, _of_dx(w, w_scale, call.options), dtype)
-    of_dw = (dz_of_columns, x_of_columns) if call.options.transpose_w else (x_of_columns, dz_of_columns)
-    return dx, _product(call, *of_dw, w.dtype)
+
+    z: jax.Array
+    up: jax.Array | None
+    z_scale: jax.Array | None = None
+    up_scale: jax.Array | None = None
+
+
+def _cotangents(call: PlannedCall, saved: MatmulResult, dout: jax.Array) -> _Cotangents:
+    """The cotangents before the epilogue. saved: the forward's preactivation and up, or None. dout: of out."""
+    if saved.up is not None and _has_gated_kernel(call, dout):
+        options = dataclasses.replace(call.options, derivative=derivative_of(call.options.activation))
+        found = gated_gradients(dout, saved.preactivation, saved.up, options, interpret=call.interpret)
+        z_scale, up_scale = (scale_of(x, jnp.float8_e5m2) for x in (found.largest_z, found.largest_up))
+        return _Cotangents(z=found.z, up=found.up, z_scale=z_scale, up_scale=up_scale)
+    dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
+    return _Cotangents(*(None if y is None else y.astype(dout.dtype) for y in (dz, dup)))  # type: ignore[arg-type]
+
+
+def _has_gated_kernel(call: PlannedCall, dout: jax.Array) -> bool:
+    """Whether one kernel can compute the cotangents of a gated unit and their magnitudes, from which scales follow."""
+    options = call.options
+    if options.scaling != "tensor" or str(dout.dtype) != options.out_dtype or is_partitioned():
+        return False
+    return _has_kernel(call, dout, None) and not_for_triton(options.activation) is None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Factor:
+    """A matmul x @ w in the backward.
+
+    dz: the cotangent of x @ w, [..., N], which is rounded to e5m2. scale: of dz, or None to compute it. w: [K, N],
+    quantised for a sum over N. dtype: of w's gradient.
+    """
+
+    dz: jax.Array
+    scale: jax.Array | None
+    w: QuantizedArray
+    dtype: Any
+
+
+def product_gradients(
+    call: PlannedCall, x_of_columns: QuantizedArray | None, factors: Sequence[Factor], dtype: Any
+) -> tuple[jax.Array, list[jax.Array | None]]:
+    """(dx, the sum of dz wᵀ over all factors, in `dtype`; for each factor dw = xᵀ dz in w's shape), by 8-bit matmuls.
+
+    x_of_columns: x's transpose [K, ...], quantised for the sum over x's outer axes; None for no dw.
+
+    A matmul adds its result to the sum before it in its epilogue. On a mesh devices may shard N, except for a matmul
+    with an epilogue. There the results are float32, and XLA adds them.
+    """
+    dx: Any = None
+    gradients: list[jax.Array | None] = []
+    adds_later = len(factors) > 1 and is_partitioned()
+    for factor in factors:
+        if x_of_columns is None:
+            dz_of_rows, dz_of_columns = _of_rows(factor.dz, factor.scale, call.options.scaling, "e5m2"), None
+        else:
+            dz_of_rows, dz_of_columns = both_ways(call, factor.dz, factor.scale, format="e5m2")
+        if adds_later:
+            part = _product(call, dz_of_rows, factor.w, jnp.float32)
+            dx = part if dx is None else dx + part
+        else:
+            dx = _product(call, dz_of_rows, factor.w, dtype, residual=dx)
+        if x_of_columns is None or dz_of_columns is None:
+            gradients.append(None)
+            continue
+        of_dw = (dz_of_columns, x_of_columns) if call.options.transpose_w else (x_of_columns, dz_of_columns)
+        gradients.append(_product(call, *of_dw, factor.dtype))
+    return dx.astype(dtype), gradients
+
+
+def weights_both_ways(call: PlannedCall, w: Any, scale: Any) -> tuple[QuantizedArray, QuantizedArray]:
+    """(the weights as [N, K], for the forward; as [K, N], for dz wᵀ). w: [K, N], or [N, K] with transpose_w.
+
+    scale: the caller's scale of w, or None to compute one.
+    """
+    if w.dtype in DTYPES or (call.options.scaling == "row" and scale is not None):
+        return _summed_last(w, scale, call.options), _of_dx(w, scale, call.options)
+    of_rows, of_columns = both_ways(call, w, scale)
+    return (of_rows, of_columns) if call.options.transpose_w else (of_columns, of_rows)
 
 
 def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
@@ -367,7 +490,7 @@ def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     return IMPLEMENTATIONS["xla"].forward(given, options, config=None, interpret=call.interpret).out
 
 
-_by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
+_by_kernels = jax.custom_vjp(rounded_matmul, nondiff_argnums=(0,))
 _by_kernels.defvjp(_forward, _backward)
 
 
@@ -377,16 +500,19 @@ def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array
     return (found._replace(x_scale=None, w_scale=None, w_up_scale=None),)
 
 
-_plain = straight_through(_out, _forward, _backward, _straight_through, _straight_gradients)
+_plain = straight_through(rounded_matmul, _forward, _backward, _straight_through, _straight_gradients)
 
 
-def _product(call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:
-    """x @ wᵀ of two quantised arrays, x [..., K] and w [N, K], where K may be several axes. Returns [..., N].
+def _product(
+    call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any, residual: Any = None
+) -> jax.Array:
+    """x @ wᵀ + residual of two quantised arrays, x [..., K] and w [N, K], where K may be several axes: [..., N].
 
-    It runs by the call's implementation if it supports the shapes, else by XLA. out_dtype: of the result.
+    It runs by the call's implementation if it supports the shapes, else by XLA. out_dtype: of the result and of the
+    residual, which may be None.
     """
     options = MatmulOptions(out_dtype=str(jnp.dtype(out_dtype)), transpose_w=True, scaling=call.options.scaling)
-    inputs = MatmulInputs(x=x.values, w=w.values, x_scale=x.scale, w_scale=w.scale)
+    inputs = MatmulInputs(x=x.values, w=w.values, x_scale=x.scale, w_scale=w.scale, residual=residual)
     request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x.values))
     serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
     return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs).out
