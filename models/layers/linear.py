@@ -15,6 +15,7 @@ from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_op
 from jax_kernels.ops.matmul.checks import PRECISIONS, checked_activation
 from jax_kernels.plain_numbers import plain_arguments
+from jax_kernels.tracing.derivatives import in_both_modes
 
 __all__ = ["GatedMLP", "Linear", "shared_projections"]
 
@@ -140,7 +141,7 @@ def shared_projections(modules: Sequence[nnx.Linear], x: jax.Array) -> tuple[jax
     first = modules[0]
     alike = lambda module: (module.scaling, module.fp8_scaling, module.implementation, module.dtype)
     if not all(type(module) is Linear and module._is_bare_fp8 and alike(module) == alike(first) for module in modules):
-        return tuple(module(x) for module in modules)
+        return tuple(module(x) for module, x in zip(modules, _copies(x, len(modules)), strict=True))
     x, *kernels = _promoted(first, x, *(module.kernel[...] for module in modules))
     scales: dict[str, Any] = {}
     if first.fp8_scaling == "delayed":
@@ -150,6 +151,23 @@ def shared_projections(modules: Sequence[nnx.Linear], x: jax.Array) -> tuple[jax
         for module in modules[1:]:
             copy_history(first.x_history, module.x_history)
     return fp8_shared.shared_matmuls(x, kernels, scaling=first.scaling, implementation=first.implementation, **scales)
+
+
+def _copies(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """x, `count` times. The cotangents are added such that XLA does it in the epilogues of matmuls.
+
+    XLA adds the second operand of a sum in the matmul that computes the first, but not in a matmul that adds already.
+    """
+    copies = []
+    for _ in range(count - 1):
+        own, x = _twice(None, x)
+        copies.append(own)
+    return (*copies, x)
+
+
+_twice = in_both_modes(
+    lambda _, x: (x, x), lambda _, x: ((x, x), ()), lambda _, kept, cotangents: (cotangents[0] + cotangents[1],)
+)
 
 
 def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:

@@ -305,7 +305,7 @@ class _Cotangents(NamedTuple):
 
 def _cotangents(call: PlannedCall, saved: MatmulResult, dout: jax.Array) -> _Cotangents:
     """The cotangents before the epilogue. saved: the forward's preactivation and up, or None. dout: of out."""
-    if saved.up is not None and _has_gated_kernel(call, dout):
+    if saved.preactivation is not None and saved.up is not None and _has_gated_kernel(call, dout):
         options = dataclasses.replace(call.options, derivative=derivative_of(call.options.activation))
         found = gated_gradients(dout, saved.preactivation, saved.up, options, interpret=call.interpret)
         z_scale, up_scale = (scale_of(x, jnp.float8_e5m2) for x in (found.largest_z, found.largest_up))
