@@ -7,6 +7,7 @@ for dw so are the two operands.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -246,27 +247,47 @@ def _forward(call, inputs):
         x, x_of_columns = _operand(inputs.x, inputs.x_scale, call.options.scaling), None
     else:
         x, x_of_columns = both_ways(call, inputs.x, inputs.x_scale)
-    w, w_of_dx = weights_both_ways(call, inputs.w, inputs.w_scale)
-    w_up, w_up_of_dx = (None, None) if inputs.w_up is None else weights_both_ways(call, inputs.w_up, inputs.w_up_scale)
-    result = of_quantized(call, inputs, x, w, w_up, saves=saves)
-    operands = Operands(x=x_of_columns, w=w_of_dx, w_up=w_up_of_dx).named()
+    pairs = [(inputs.w, inputs.w_scale), (inputs.w_up, inputs.w_up_scale)]
+    (w, *others), of_dx = weights_both_ways(call, pairs[: 1 if inputs.w_up is None else 2])
+    result = of_quantized(call, inputs, x, w, others[0] if others else None, saves=saves)
+    operands = Operands(x=x_of_columns, weights=of_dx).named()
     saved = jax.tree.map(lambda y: checkpoint_name(y, RESIDUALS[1]), result._replace(out=None))  # type: ignore[arg-type]
     tokens = inputs._replace(x_scale=None, w_scale=None, w_up_scale=None)
     return result.out, (jax.tree.map(lambda y: y.dtype.type(0), tokens), operands, saved)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "w_up"], meta_fields=[])
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinedWeights:
+    """Weights [K, N] of several matmuls, quantised for sums over N, side by side: one matmul then computes all of dx.
+
+    values: e4m3 [K, the sum of all N]. scales: float32 [] of each of the weights.
+    """
+
+    values: jax.Array
+    scales: tuple[jax.Array, ...]
+
+    def apart(self, widths: Sequence[int]) -> tuple[QuantizedArray, ...]:
+        """Each of the weights. widths: their N."""
+        ends = list(itertools.accumulate(widths))
+        every = zip(ends, widths, self.scales, strict=True)
+        return tuple(
+            QuantizedArray(values=self.values[:, end - width : end], scale=scale, scaling="tensor")
+            for end, width, scale in every
+        )
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
     """The quantised operands of the matmuls of the backward.
 
-    x: x's transpose [K, ...], for the sum over x's outer axes; None with weights of 8 bits. w, w_up: [K, N], for the
-    sum over N; w_up is None without a gate.
+    x: x's transpose [K, ...], for the sum over x's outer axes; None with weights of 8 bits. weights: [K, N] each, for
+    the sum over N.
     """
 
     x: QuantizedArray | None
-    w: QuantizedArray
-    w_up: QuantizedArray | None = None
+    weights: tuple[QuantizedArray, ...] | JoinedWeights
 
     def named(self) -> "Operands":
         """The same operands, with a name for policies of jax.checkpoint."""
@@ -282,11 +303,10 @@ def _backward(call, residuals, dout):
     if inputs.bias is not None:
         dz = lax.optimization_barrier(dz)  # without it XLA writes dz in float32 for the sum and reads it again
         dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
-    factors = [Factor(dz=dz, scale=found.z_scale, w=operands.w, dtype=inputs.w.dtype)]
+    factors = [Factor(dz=dz, scale=found.z_scale, dtype=inputs.w.dtype)]
     if found.up is not None:
-        assert operands.w_up is not None
-        factors.append(Factor(dz=found.up, scale=found.up_scale, w=operands.w_up, dtype=inputs.w_up.dtype))
-    dx, (dw, *others) = product_gradients(call, operands.x, factors, inputs.x.dtype)
+        factors.append(Factor(dz=found.up, scale=found.up_scale, dtype=inputs.w_up.dtype))
+    dx, (dw, *others) = product_gradients(call, operands, factors, inputs.x.dtype)
     dresidual = None if inputs.residual is None else dout
     return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=others[0] if others else None),)  # type: ignore[arg-type]
 
@@ -326,56 +346,122 @@ def _has_gated_kernel(call: PlannedCall, dout: jax.Array) -> bool:
 class Factor:
     """A matmul x @ w in the backward.
 
-    dz: the cotangent of x @ w, [..., N], which is rounded to e5m2. scale: of dz, or None to compute it. w: [K, N],
-    quantised for a sum over N. dtype: of w's gradient.
+    dz: the cotangent of x @ w, [..., N], which is rounded to e5m2. scale: of dz, or None to compute it. dtype: of w's
+    gradient.
     """
 
     dz: jax.Array
     scale: jax.Array | None
-    w: QuantizedArray
     dtype: Any
 
 
 def product_gradients(
-    call: PlannedCall, x_of_columns: QuantizedArray | None, factors: Sequence[Factor], dtype: Any
+    call: PlannedCall, operands: Operands, factors: Sequence[Factor], dtype: Any
 ) -> tuple[jax.Array, list[jax.Array | None]]:
     """(dx, the sum of dz wᵀ over all factors, in `dtype`; for each factor dw = xᵀ dz in w's shape), by 8-bit matmuls.
 
-    x_of_columns: x's transpose [K, ...], quantised for the sum over x's outer axes; None for no dw.
+    factors: in the order of operands.weights.
 
     A matmul adds its result to the sum before it in its epilogue. On a mesh devices may shard N, except for a matmul
     with an epilogue. There the results are float32, and XLA adds them.
     """
+    if isinstance(operands.weights, JoinedWeights):
+        cotangents = [factor.dz for factor in factors]
+        is_reached = reaches(sum(dz.size for dz in cotangents), itemsize=1) and not is_partitioned()
+        if is_reached and all(_has_kernel(call, dz, None) for dz in cotangents):
+            return _joined_gradients(call, operands, operands.weights, factors, dtype)
+        apart = operands.weights.apart([dz.shape[-1] for dz in cotangents])
+        return product_gradients(call, dataclasses.replace(operands, weights=apart), factors, dtype)
     dx: Any = None
     gradients: list[jax.Array | None] = []
     adds_later = len(factors) > 1 and is_partitioned()
-    for factor in factors:
-        if x_of_columns is None:
+    for factor, w in zip(factors, operands.weights, strict=True):
+        if operands.x is None:
             dz_of_rows, dz_of_columns = _of_rows(factor.dz, factor.scale, call.options.scaling, "e5m2"), None
         else:
             dz_of_rows, dz_of_columns = both_ways(call, factor.dz, factor.scale, format="e5m2")
         if adds_later:
-            part = _product(call, dz_of_rows, factor.w, jnp.float32)
+            part = _product(call, dz_of_rows, w, jnp.float32)
             dx = part if dx is None else dx + part
         else:
-            dx = _product(call, dz_of_rows, factor.w, dtype, residual=dx)
-        if x_of_columns is None or dz_of_columns is None:
-            gradients.append(None)
-            continue
-        of_dw = (dz_of_columns, x_of_columns) if call.options.transpose_w else (x_of_columns, dz_of_columns)
-        gradients.append(_product(call, *of_dw, factor.dtype))
+            dx = _product(call, dz_of_rows, w, dtype, residual=dx)
+        gradients.append(_weight_gradient(call, operands.x, dz_of_columns, factor.dtype))
     return dx.astype(dtype), gradients
 
 
-def weights_both_ways(call: PlannedCall, w: Any, scale: Any) -> tuple[QuantizedArray, QuantizedArray]:
-    """(the weights as [N, K], for the forward; as [K, N], for dz wᵀ). w: [K, N], or [N, K] with transpose_w.
+def _weight_gradient(call: PlannedCall, x: Any, dz: Any, dtype: Any) -> jax.Array | None:
+    """xᵀ dz in w's shape, from their transposes [K, ...] and [N, ...], quantised; None if there are none."""
+    if x is None or dz is None:
+        return None
+    return _product(call, *((dz, x) if call.options.transpose_w else (x, dz)), dtype)
 
-    scale: the caller's scale of w, or None to compute one.
+
+def _joined_gradients(
+    call: PlannedCall, operands: Operands, weights: JoinedWeights, factors: Sequence[Factor], dtype: Any
+) -> tuple[jax.Array, list[jax.Array | None]]:
+    """The results of product_gradients, where dx is one matmul of the cotangents side by side with joined weights.
+
+    The scales of a cotangent and of its weights multiply to one number for all factors, so a cotangent may get a
+    larger scale than its own magnitude needs. e5m2 keeps its precision over 29 binades, so this has no effect unless
+    the factors differ by as much.
     """
-    if w.dtype in DTYPES or (call.options.scaling == "row" and scale is not None):
-        return _summed_last(w, scale, call.options), _of_dx(w, scale, call.options)
-    of_rows, of_columns = both_ways(call, w, scale)
-    return (of_rows, of_columns) if call.options.transpose_w else (of_columns, of_rows)
+    scale_of_dz = lambda factor: quantization_scale(factor.dz, jnp.float8_e5m2, "tensor", -1)
+    own = [scale_of_dz(factor) if factor.scale is None else factor.scale for factor in factors]
+    both = [scale * of_w for scale, of_w in zip(own, weights.scales, strict=True)]
+    common = functools.reduce(jnp.maximum, both, jnp.float32(jnp.finfo(jnp.float32).tiny))
+    scales = [common / of_w for of_w in weights.scales]
+    *outer, _ = factors[0].dz.shape
+    rows = [factor.dz.reshape(-1, factor.dz.shape[-1]) for factor in factors]
+    given = [passes.reciprocal(scale).reshape(1) for scale in scales]
+    found = passes.joined_both_ways(rows, given, jnp.dtype(jnp.float8_e5m2), interpret=call.interpret)
+    quantized = lambda values, scale: QuantizedArray(values=values, scale=scale, scaling="tensor")
+    dz = quantized(found.values.reshape(*outer, -1), common)
+    dx = _product(call, dz, quantized(weights.values, jnp.float32(1)), dtype)
+    every = zip(found.transposed, scales, factors, strict=True)
+    of_columns = ((quantized(y.reshape(-1, *outer), scale), factor.dtype) for y, scale, factor in every)
+    return dx, [_weight_gradient(call, operands.x, y, of_w) for y, of_w in of_columns]
+
+
+def weights_both_ways(
+    call: PlannedCall, pairs: Sequence[tuple[Any, Any]]
+) -> tuple[list[QuantizedArray], tuple[QuantizedArray, ...] | JoinedWeights]:
+    """(the weights as [N, K], for the forward; as [K, N], for dz wᵀ).
+
+    pairs: (w, [K, N], or [N, K] with transpose_w; the caller's scale of w, or None to compute one) of each matmul with
+    the same x.
+    """
+    if _joins(call, [w for w, _ in pairs]):
+        return _joined_weights(call, pairs)
+    forward, of_dx = [], []
+    for w, scale in pairs:
+        if w.dtype in DTYPES or (call.options.scaling == "row" and scale is not None):
+            found = _summed_last(w, scale, call.options), _of_dx(w, scale, call.options)
+        else:
+            of_rows, of_columns = both_ways(call, w, scale)
+            found = (of_rows, of_columns) if call.options.transpose_w else (of_columns, of_rows)
+        forward.append(found[0])
+        of_dx.append(found[1])
+    return forward, tuple(of_dx)
+
+
+def _joins(call: PlannedCall, weights: Sequence[jax.Array]) -> bool:
+    """Whether one kernel can round the weights [K, N] side by side, so that one matmul computes all of dx."""
+    if len(weights) == 1 or call.options.scaling != "tensor" or call.options.transpose_w or is_partitioned():
+        return False
+    is_whole = all(w.dtype not in DTYPES and w.dtype == weights[0].dtype and w.shape[1] % BLOCK == 0 for w in weights)
+    return is_whole and all(_has_kernel(call, w, None) for w in weights)
+
+
+def _joined_weights(call: PlannedCall, pairs: Sequence[tuple[Any, Any]]) -> tuple[list[QuantizedArray], JoinedWeights]:
+    """The results of weights_both_ways, by one kernel."""
+    own = lambda w: quantization_scale(w, jnp.float8_e4m3fn, "tensor", -1)
+    scales = [own(w) if scale is None else scale for w, scale in pairs]
+    given = [passes.reciprocal(scale).reshape(1) for scale in scales]
+    dtype = jnp.dtype(jnp.float8_e4m3fn)
+    found = passes.joined_both_ways([w for w, _ in pairs], given, dtype, interpret=call.interpret)
+    every = zip(found.transposed, scales, strict=True)
+    forward = [QuantizedArray(values=values, scale=scale, scaling="tensor") for values, scale in every]
+    return forward, JoinedWeights(values=found.values, scales=tuple(scales))
 
 
 def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:

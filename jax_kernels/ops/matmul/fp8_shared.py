@@ -76,24 +76,20 @@ def _results(calls: Calls, inputs: Sequence[MatmulInputs]) -> tuple[jax.Array, .
 
 @under_defaults
 def _forward(calls: Calls, inputs: Sequence[MatmulInputs]) -> Any:
-    """(the results, (scalars of the dtypes of x and w; the Operands of the backward of each matmul))."""
+    """(the results, (scalars of the dtypes of x and w; the Operands of the backward))."""
     x, x_of_columns = both_ways(calls[0], inputs[0].x, inputs[0].x_scale)
-    outs, operands = [], []
-    for call, given in zip(calls, inputs, strict=True):
-        w, w_of_dx = weights_both_ways(call, given.w, given.w_scale)
-        outs.append(of_quantized(call, given, x, w, None, saves=False).out)
-        operands.append(Operands(x=None, w=w_of_dx))
-    operands[0] = Operands(x=x_of_columns, w=operands[0].w)
+    weights, of_dx = weights_both_ways(calls[0], [(given.w, given.w_scale) for given in inputs])
+    every = zip(calls, inputs, weights, strict=True)
+    outs = tuple(of_quantized(call, given, x, w, None, saves=False).out for call, given, w in every)
     tokens = jax.tree.map(lambda y: y.dtype.type(0), [MatmulInputs(x=given.x, w=given.w) for given in inputs])
-    return tuple(outs), (tokens, [of_one.named() for of_one in operands])
+    return outs, (tokens, Operands(x=x_of_columns, weights=of_dx).named())
 
 
 @under_defaults
 def _backward(calls: Calls, residuals: Any, douts: tuple[jax.Array, ...]) -> Any:
     tokens, operands = residuals
-    every = zip(douts, operands, tokens, strict=True)
-    factors = [Factor(dz=dout, scale=None, w=of_one.w, dtype=token.w.dtype) for dout, of_one, token in every]
-    dx, gradients = product_gradients(calls[0], operands[0].x, factors, tokens[0].x.dtype)
+    factors = [Factor(dz=dout, scale=None, dtype=token.w.dtype) for dout, token in zip(douts, tokens, strict=True)]
+    dx, gradients = product_gradients(calls[0], operands, factors, tokens[0].x.dtype)
     first, *others = (MatmulInputs(x=None, w=dw) for dw in gradients)  # type: ignore[arg-type]
     return ([first._replace(x=dx), *others],)
 
