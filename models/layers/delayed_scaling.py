@@ -17,6 +17,7 @@ __all__ = [
     "copy_history",
     "delayed_scale",
     "empty_history",
+    "is_recording",
     "record",
     "recording",
     "without_histories",
@@ -77,6 +78,11 @@ def delayed_scale(history: AmaxHistory, x: jax.Array) -> jax.Array:
     largest = jnp.where(past.max() > 0, past.max(), newest)
     record(history, newest)
     return quantization_scale(largest[None], jnp.float8_e4m3fn, "tensor", -1)
+
+
+def is_recording() -> bool:
+    """Whether calls add their magnitudes to histories: not in `recording(False)`."""
+    return _RECORDS.get()
 
 
 def record(history: AmaxHistory, newest: jax.Array) -> None:

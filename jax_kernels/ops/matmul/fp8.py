@@ -54,11 +54,16 @@ __all__ = [
     "Factor",
     "Operands",
     "as_arrays",
+    "backward",
     "both_ways",
+    "can_measure",
     "check_device",
     "checked_scales",
+    "forward",
+    "largest_finite",
     "of_quantized",
     "product_gradients",
+    "rounded_both_ways",
     "rounded_matmul",
     "run",
     "weights_both_ways",
@@ -233,27 +238,47 @@ def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
 
 @under_defaults
 def _forward(call, inputs):
-    """(out, residuals): the forward under differentiation. Raises NotImplementedError if x has 8 bits.
+    return forward(call, inputs, measures=False)[:2]
 
-    residuals: (the inputs, with arrays that the backward does not read replaced by a scalar of their dtype; the
-    Operands; the MatmulResult without out, for the derivative of the epilogue).
+
+class Forward(NamedTuple):
+    """The results of a forward under differentiation.
+
+    residuals: (the inputs, with arrays replaced by a scalar of their dtype, and without scales; the Operands; the
+    MatmulResult without out, for the derivative of the epilogue). largest: the largest finite magnitudes of x, of w,
+    and of w_up if there is one, float32 []; () if they were not asked for.
+    """
+
+    out: jax.Array
+    residuals: tuple[MatmulInputs, "Operands", MatmulResult]
+    largest: tuple[jax.Array, ...]
+
+
+def forward(call: PlannedCall, inputs: MatmulInputs, *, measures: bool) -> Forward:
+    """The forward under differentiation. Raises NotImplementedError if x has 8 bits.
+
+    measures: whether the result has `largest`, which needs scaling="tensor" and unquantized arrays.
     """
     if inputs.x.dtype in DTYPES:
         raise NotImplementedError(
             "matmul: arrays of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
         )
     saves = call.options.activation is not None or inputs.w_up is not None
+    largest: tuple[jax.Array, ...] = ()
     if _has_frozen_weights(inputs):
         x, x_of_columns = _operand(inputs.x, inputs.x_scale, call.options.scaling), None
     else:
-        x, x_of_columns = both_ways(call, inputs.x, inputs.x_scale)
+        x, x_of_columns, *largest_x = rounded_both_ways(call, inputs.x, inputs.x_scale, measures=measures)
+        largest = tuple(largest_x)
     pairs = [(inputs.w, inputs.w_scale), (inputs.w_up, inputs.w_up_scale)]
-    (w, *others), of_dx = weights_both_ways(call, pairs[: 1 if inputs.w_up is None else 2])
+    weights = weights_both_ways(call, pairs[: 1 if inputs.w_up is None else 2], measures=measures)
+    w, *others = weights.forward
     result = of_quantized(call, inputs, x, w, others[0] if others else None, saves=saves)
-    operands = Operands(x=x_of_columns, weights=of_dx).named()
+    operands = Operands(x=x_of_columns, weights=weights.of_dx).named()
     saved = jax.tree.map(lambda y: checkpoint_name(y, RESIDUALS[1]), result._replace(out=None))  # type: ignore[arg-type]
     tokens = inputs._replace(x_scale=None, w_scale=None, w_up_scale=None)
-    return result.out, (jax.tree.map(lambda y: y.dtype.type(0), tokens), operands, saved)
+    residuals = jax.tree.map(lambda y: y.dtype.type(0), tokens), operands, saved
+    return Forward(out=result.out, residuals=residuals, largest=(*largest, *weights.largest))
 
 
 @jax.tree_util.register_dataclass
@@ -295,7 +320,7 @@ class Operands:
 
 
 @under_defaults
-def _backward(call, residuals, dout):
+def backward(call: PlannedCall, residuals: Any, dout: jax.Array) -> tuple[MatmulInputs]:
     """(MatmulInputs of the gradients,), by 8-bit matmuls of the rounded cotangent."""
     inputs, operands, saved = residuals
     found = _cotangents(call, saved, dout)
@@ -422,26 +447,36 @@ def _joined_gradients(
     return dx, [_weight_gradient(call, operands.x, y, of_w) for y, of_w in of_columns]
 
 
-def weights_both_ways(
-    call: PlannedCall, pairs: Sequence[tuple[Any, Any]]
-) -> tuple[list[QuantizedArray], tuple[QuantizedArray, ...] | JoinedWeights]:
-    """(the weights as [N, K], for the forward; as [K, N], for dz wᵀ).
+class Weights(NamedTuple):
+    """Quantised weights of matmuls with the same x.
 
-    pairs: (w, [K, N], or [N, K] with transpose_w; the caller's scale of w, or None to compute one) of each matmul with
-    the same x.
+    forward: [N, K] each. of_dx: [K, N] each, for dz wᵀ. largest: the largest finite magnitudes, float32 [] each; () if
+    they were not asked for.
+    """
+
+    forward: list[QuantizedArray]
+    of_dx: tuple[QuantizedArray, ...] | JoinedWeights
+    largest: tuple[jax.Array, ...]
+
+
+def weights_both_ways(call: PlannedCall, pairs: Sequence[tuple[Any, Any]], *, measures: bool = False) -> Weights:
+    """The Weights of matmuls with the same x.
+
+    pairs: (w, [K, N], or [N, K] with transpose_w; the caller's scale of w, or None to compute one) of each matmul.
     """
     if _joins(call, [w for w, _ in pairs]):
-        return _joined_weights(call, pairs)
-    forward, of_dx = [], []
+        return _joined_weights(call, pairs, measures)
+    forward, of_dx, largest = [], [], []
     for w, scale in pairs:
         if w.dtype in DTYPES or (call.options.scaling == "row" and scale is not None):
             found = _summed_last(w, scale, call.options), _of_dx(w, scale, call.options)
         else:
-            of_rows, of_columns = both_ways(call, w, scale)
+            of_rows, of_columns, *measured = rounded_both_ways(call, w, scale, measures=measures)
             found = (of_rows, of_columns) if call.options.transpose_w else (of_columns, of_rows)
+            largest += measured
         forward.append(found[0])
         of_dx.append(found[1])
-    return forward, tuple(of_dx)
+    return Weights(forward, tuple(of_dx), tuple(largest))
 
 
 def _joins(call: PlannedCall, weights: Sequence[jax.Array]) -> bool:
@@ -452,16 +487,16 @@ def _joins(call: PlannedCall, weights: Sequence[jax.Array]) -> bool:
     return is_whole and all(_has_kernel(call, w, None) for w in weights)
 
 
-def _joined_weights(call: PlannedCall, pairs: Sequence[tuple[Any, Any]]) -> tuple[list[QuantizedArray], JoinedWeights]:
+def _joined_weights(call: PlannedCall, pairs: Sequence[tuple[Any, Any]], measures: bool) -> Weights:
     """The results of weights_both_ways, by one kernel."""
     own = lambda w: quantization_scale(w, jnp.float8_e4m3fn, "tensor", -1)
     scales = [own(w) if scale is None else scale for w, scale in pairs]
     given = [passes.reciprocal(scale).reshape(1) for scale in scales]
-    dtype = jnp.dtype(jnp.float8_e4m3fn)
-    found = passes.joined_both_ways([w for w, _ in pairs], given, dtype, interpret=call.interpret)
+    options: dict[str, Any] = {"measures": measures, "interpret": call.interpret}
+    found = passes.joined_both_ways([w for w, _ in pairs], given, jnp.dtype(jnp.float8_e4m3fn), **options)
     every = zip(found.transposed, scales, strict=True)
     forward = [QuantizedArray(values=values, scale=scale, scaling="tensor") for values, scale in every]
-    return forward, JoinedWeights(values=found.values, scales=tuple(scales))
+    return Weights(forward, JoinedWeights(values=found.values, scales=tuple(scales)), found.largest)
 
 
 def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
@@ -492,11 +527,24 @@ def both_ways(
     format: "e4m3" or "e5m2". scale: x's scale, or None to compute one. With scaling="row" the transpose always gets
     scales of its own, one for each of its rows. Both are rounded by one kernel on GPUs if the call runs by kernels.
     """
+    of_rows, of_columns, *_ = rounded_both_ways(call, x, scale, format)
+    return of_rows, of_columns
+
+
+def rounded_both_ways(
+    call: PlannedCall, x: jax.Array, scale: Any = None, format: str = "e4m3", *, measures: bool = False
+) -> tuple[Any, ...]:
+    """The results of both_ways, and with measures x's largest finite magnitude, float32 [].
+
+    measures needs scaling="tensor" with a given scale, and on GPUs one device.
+    """
     scaling, of_transpose = call.options.scaling, scale
     if not _has_kernel(call, x, scale):
-        return _of_rows(x, scale, scaling, format), _of_columns(x, scale, scaling, format)
+        rounded = _of_rows(x, scale, scaling, format), _of_columns(x, scale, scaling, format)
+        return (*rounded, largest_finite(x)) if measures else rounded
     dtype = jnp.dtype(FORMATS[format])
-    kernel = both_ways_of_outer(functools.partial(passes.both_ways, dtype=dtype, interpret=call.interpret), scaling)
+    options: dict[str, Any] = {"dtype": dtype, "interpret": call.interpret, "measures": measures}
+    kernel = both_ways_of_outer(functools.partial(passes.both_ways, **options), scaling)
     if scaling == "block":
         found = kernel(x, None)
         assert found.scale is not None
@@ -506,10 +554,23 @@ def both_ways(
         outer = tuple(range(x.ndim - 1))
         of_transpose = quantization_scale(x, dtype, scaling, outer) if scaling == "row" else scale
         found = kernel(x, (passes.reciprocal(scale), passes.reciprocal(of_transpose)))
-    return (
+    both = (
         QuantizedArray(values=found.values, scale=scale, scaling=scaling),
         QuantizedArray(values=found.transposed, scale=of_transpose, scaling=scaling),
     )
+    return (*both, found.largest) if measures else both
+
+
+def largest_finite(x: jax.Array) -> jax.Array:
+    """The largest finite magnitude of x, float32 []; 0 without one."""
+    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(initial=0).astype(jnp.float32)
+
+
+def can_measure(call: PlannedCall, inputs: MatmulInputs) -> bool:
+    """Whether the kernels that round x and the weights of a call find their largest magnitudes in the same pass."""
+    arrays = [inputs.x, inputs.w] if inputs.w_up is None else [inputs.x, inputs.w, inputs.w_up]
+    is_kernel = call.options.scaling == "tensor" and not is_partitioned()
+    return is_kernel and all(y.dtype not in DTYPES and _has_kernel(call, y, None) for y in arrays)
 
 
 def _of_rows(x: jax.Array, scale: Any, scaling: Any, format: str) -> QuantizedArray:
@@ -577,7 +638,7 @@ def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
 
 
 _by_kernels = jax.custom_vjp(rounded_matmul, nondiff_argnums=(0,))
-_by_kernels.defvjp(_forward, _backward)
+_by_kernels.defvjp(_forward, backward)
 
 
 def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array) -> tuple[MatmulInputs]:
@@ -586,7 +647,7 @@ def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array
     return (found._replace(x_scale=None, w_scale=None, w_up_scale=None),)
 
 
-_plain = straight_through(rounded_matmul, _forward, _backward, _straight_through, _straight_gradients)
+_plain = straight_through(rounded_matmul, _forward, backward, _straight_through, _straight_gradients)
 
 
 def _product(

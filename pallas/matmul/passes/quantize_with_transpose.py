@@ -4,11 +4,13 @@ In Triton, whose layout conversions do the transposition. For each 16-bit value 
 0.064 ms for 8192 x 8192 at 4.24 TB/s. A separate pass for each direction moves 6 bytes.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
@@ -87,9 +89,7 @@ def both_ways(
         else:
             by_rows, by_columns = tile.rows_of(refs[1]), tile.columns_of(refs[2])
         if measures:
-            magnitudes = jnp.abs(loaded)
-            finite = jnp.where(magnitudes < jnp.inf, magnitudes, 0.0)
-            plgpu.store(out["largest"].at[tile.block], finite.max(axis=1).max(axis=0))
+            plgpu.store(out["largest"].at[tile.block], _largest_finite(loaded))
         values = _rounded(loaded * by_rows, dtype)
         tile.store(out["values"], values)
         transposed = values if shares else _rounded(loaded * by_columns, dtype)
@@ -104,17 +104,19 @@ def both_ways(
         name="matmul_both_ways_triton",
     )(*given)
     results = BothWays(**dict(zip(outs, found, strict=True)))
-    return results if results.largest is None else results._replace(largest=results.largest.max())
+    return results if results.largest is None else results._replace(largest=_maximum(results.largest))
 
 
 class Joined(NamedTuple):
     """Matrices in 8 bits as one matrix, side by side, and their transposes.
 
-    values: [M, the sum of all N]. transposed: [N, M] each.
+    values: [M, the sum of all N]. transposed: [N, M] each. largest: float32 [], the largest finite magnitude of each;
+    () if they were not asked for.
     """
 
     values: Float[Array, "M all_N"]
     transposed: tuple[Float[Array, "N M"], ...]
+    largest: tuple[Float32[Array, ""], ...] = ()
 
 
 def joined_both_ways(
@@ -122,20 +124,25 @@ def joined_both_ways(
     factors: Sequence[Float32[Array, " 1"]],
     dtype: jnp.dtype,
     *,
+    measures: bool = False,
     interpret: bool = False,
 ) -> Joined:
     """Multiplies each x by its factor, and rounds it and its transpose to the 8-bit `dtype`, as both_ways does.
 
     xs: [M, N] each, of one M and one dtype of 16 or 32 bits, N in multiples of 128. factors: float32 [1] each.
+    measures: whether the result has `largest`.
     """
     (rows, _), (tile_rows, tile_columns) = xs[0].shape, TILE
     widths, count = [x.shape[1] for x in xs], len(xs)
     outs = [jax.ShapeDtypeStruct((rows, sum(widths)), dtype)]
     outs += [jax.ShapeDtypeStruct((width, rows), dtype) for width in widths]
-    blocks_across = sum(widths) // tile_columns
+    blocks_across, row_blocks = sum(widths) // tile_columns, pl.cdiv(rows, tile_rows)
+    if measures:
+        outs.append(jax.ShapeDtypeStruct((row_blocks, blocks_across), jnp.float32))
 
     def kernel(*refs):
-        sources, of_sources, values, transposed = refs[:count], refs[count : 2 * count], refs[2 * count], refs[-count:]
+        sources, of_sources, written = refs[:count], refs[count : 2 * count], refs[2 * count :]
+        values, transposed = written[0], written[1 : count + 1]
         row_block, column_block = pl.program_id(0) // blocks_across, pl.program_id(0) % blocks_across
         first = 0
         for i, width in enumerate(widths):
@@ -147,7 +154,10 @@ def joined_both_ways(
 
             @pl.when(is_mine)
             def _round(i=i, tile=tile, start=first * tile_columns):
-                rounded = _rounded(tile.load(sources[i]).astype(jnp.float32) * of_sources[i][0], dtype)
+                loaded = tile.load(sources[i]).astype(jnp.float32)
+                rounded = _rounded(loaded * of_sources[i][0], dtype)
+                if measures:
+                    plgpu.store(written[-1].at[row_block, column_block], _largest_finite(loaded))
                 tile.store(values, rounded, start)
                 tile.store_transposed(transposed[i], rounded)
 
@@ -155,13 +165,19 @@ def joined_both_ways(
 
     found = pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(rows, tile_rows) * blocks_across,),
+        grid=(row_blocks * blocks_across,),
         out_shape=result_types(outs, *xs, *factors),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="matmul_joined_both_ways_triton",
     )(*xs, *factors)
-    return Joined(found[0], tuple(found[1:]))
+    transposed = tuple(found[1 : count + 1])
+    if not measures:
+        return Joined(found[0], transposed)
+    ends = list(itertools.accumulate(width // tile_columns for width in widths))
+    starts = [0, *ends[:-1]]
+    largest = tuple(_maximum(found[-1][:, start:end]) for start, end in zip(starts, ends, strict=True))
+    return Joined(found[0], transposed, largest)
 
 
 class _Tile(NamedTuple):
@@ -244,6 +260,17 @@ def _scale(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     value is not finite, the reciprocal is NaN.
     """
     return scale_of(magnitude_bits(x).max(axis=1).max(axis=0), dtype)
+
+
+def _maximum(x: jax.Array) -> jax.Array:
+    """The maximum of x, by a kernel of its own: XLA would compute it in one thread of the next loop that needs it."""
+    return lax.optimization_barrier(x.max())
+
+
+def _largest_finite(x: jax.Array) -> jax.Array:
+    """The largest finite magnitude of a block, a float32 scalar."""
+    magnitudes = jnp.abs(x)
+    return jnp.where(magnitudes < jnp.inf, magnitudes, 0.0).max(axis=1).max(axis=0)
 
 
 def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
