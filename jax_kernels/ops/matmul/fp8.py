@@ -7,9 +7,8 @@ for dw so are the two operands.
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,29 +16,31 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_kernels import dispatch
-from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import derivative_of, not_for_triton
+from jax_kernels.ops.matmul.fp8_gradients import Factor, product_gradients
+from jax_kernels.ops.matmul.fp8_operands import (
+    DTYPES,
+    RESIDUAL,
+    Operands,
+    both_ways,
+    has_kernel,
+    operand,
+    rounded_both_ways,
+    summed_last,
+    weights_both_ways,
+)
 from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients, reverse_mode, sum_of_rows
-from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS, OP, request_of
-from jax_kernels.ops.matmul.partitioning import both_ways_of_outer
+from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.ops.sharding.partitioning import is_partitioned
-from jax_kernels.pallas.matmul.passes import quantize_with_transpose as passes
 from jax_kernels.pallas.matmul.passes.gated_gradients import gated_gradients
-from jax_kernels.pallas.triton import backend
-from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.quantization import (
-    FORMATS,
     QuantizedArray,
     check_scaling,
     checked_scale,
     dequantize,
-    quantization_scale,
-    quantize,
-    quantize_blocks,
-    quantize_columns,
     scale_shape,
 )
 from jax_kernels.quantization.scale_blocks import BLOCK, boxes, counts, sizes_of
@@ -51,28 +52,20 @@ from jax_kernels.tracing.promotion import under_defaults
 __all__ = [
     "DTYPES",
     "RESIDUALS",
-    "Factor",
-    "Operands",
     "as_arrays",
     "backward",
     "both_ways",
-    "can_measure",
     "check_device",
     "checked_scales",
     "forward",
-    "largest_finite",
     "of_quantized",
-    "product_gradients",
-    "rounded_both_ways",
     "rounded_matmul",
     "run",
-    "weights_both_ways",
 ]
 
 # Names for policies of jax.checkpoint: 8-bit operands of the backward, and the results before an activation.
-RESIDUALS = "fp8_operand", "fp8_preactivation"
+RESIDUALS = RESIDUAL, "fp8_preactivation"
 
-DTYPES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 NEEDS = (8, 9)  # the first compute capability with 8-bit matmuls
 
 
@@ -196,9 +189,9 @@ def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResul
 
     saves: whether the result has preactivation and up, which the backward of an epilogue reads.
     """
-    x = _operand(inputs.x, inputs.x_scale, call.options.scaling)
-    w = _summed_last(inputs.w, inputs.w_scale, call.options)
-    w_up = None if inputs.w_up is None else _summed_last(inputs.w_up, inputs.w_up_scale, call.options)
+    x = operand(inputs.x, inputs.x_scale, call.options.scaling)
+    w = summed_last(inputs.w, inputs.w_scale, call.options)
+    w_up = None if inputs.w_up is None else summed_last(inputs.w_up, inputs.w_up_scale, call.options)
     return of_quantized(call, inputs, x, w, w_up, saves=saves)
 
 
@@ -217,23 +210,6 @@ def of_quantized(
     if w_up is not None:
         quantized = quantized._replace(w_up=w_up.values, w_up_scale=w_up.scale)
     return batched(dataclasses.replace(call, options=options))(quantized)
-
-
-def _operand(x: Any, scale: Any, scaling: Any) -> QuantizedArray:
-    """The operand x [..., K], whose last axis is summed, as a QuantizedArray. 8-bit arrays are not rounded again.
-
-    scale: the factor of an 8-bit array's values. For another array, the scale to quantise with; None computes it.
-    """
-    if x.dtype in DTYPES:
-        return QuantizedArray(values=x, scale=scale, scaling=scaling)
-    return _of_rows(x, scale, scaling, "e4m3")
-
-
-def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
-    """The weights [K, N], or [N, K] with transpose_w, as a QuantizedArray [N, K]. scale: as the caller gave it."""
-    if options.transpose_w:
-        return _operand(w, scale, options.scaling)
-    return _operand(w.T, scale.T if options.scaling == "block" and scale is not None else scale, options.scaling)
 
 
 @under_defaults
@@ -266,7 +242,7 @@ def forward(call: PlannedCall, inputs: MatmulInputs, *, measures: bool) -> Forwa
     saves = call.options.activation is not None or inputs.w_up is not None
     largest: tuple[jax.Array, ...] = ()
     if _has_frozen_weights(inputs):
-        x, x_of_columns = _operand(inputs.x, inputs.x_scale, call.options.scaling), None
+        x, x_of_columns = operand(inputs.x, inputs.x_scale, call.options.scaling), None
     else:
         x, x_of_columns, *largest_x = rounded_both_ways(call, inputs.x, inputs.x_scale, measures=measures)
         largest = tuple(largest_x)
@@ -279,44 +255,6 @@ def forward(call: PlannedCall, inputs: MatmulInputs, *, measures: bool) -> Forwa
     tokens = inputs._replace(x_scale=None, w_scale=None, w_up_scale=None)
     residuals = jax.tree.map(lambda y: y.dtype.type(0), tokens), operands, saved
     return Forward(out=result.out, residuals=residuals, largest=(*largest, *weights.largest))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JoinedWeights:
-    """Weights [K, N] of several matmuls, quantised for sums over N, side by side: one matmul then computes all of dx.
-
-    values: e4m3 [K, the sum of all N]. scales: float32 [] of each of the weights.
-    """
-
-    values: jax.Array
-    scales: tuple[jax.Array, ...]
-
-    def apart(self, widths: Sequence[int]) -> tuple[QuantizedArray, ...]:
-        """Each of the weights. widths: their N."""
-        ends = list(itertools.accumulate(widths))
-        every = zip(ends, widths, self.scales, strict=True)
-        return tuple(
-            QuantizedArray(values=self.values[:, end - width : end], scale=scale, scaling="tensor")
-            for end, width, scale in every
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Operands:
-    """The quantised operands of the matmuls of the backward.
-
-    x: x's transpose [K, ...], for the sum over x's outer axes; None with weights of 8 bits. weights: [K, N] each, for
-    the sum over N.
-    """
-
-    x: QuantizedArray | None
-    weights: tuple[QuantizedArray, ...] | JoinedWeights
-
-    def named(self) -> "Operands":
-        """The same operands, with a name for policies of jax.checkpoint."""
-        return jax.tree.map(lambda y: checkpoint_name(y, RESIDUALS[0]), self)
 
 
 @under_defaults
@@ -364,250 +302,7 @@ def _has_gated_kernel(call: PlannedCall, dout: jax.Array) -> bool:
     options = call.options
     if options.scaling != "tensor" or str(dout.dtype) != options.out_dtype or is_partitioned():
         return False
-    return _has_kernel(call, dout, None) and not_for_triton(options.activation) is None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Factor:
-    """A matmul x @ w in the backward.
-
-    dz: the cotangent of x @ w, [..., N], which is rounded to e5m2. scale: of dz, or None to compute it. dtype: of w's
-    gradient.
-    """
-
-    dz: jax.Array
-    scale: jax.Array | None
-    dtype: Any
-
-
-def product_gradients(
-    call: PlannedCall, operands: Operands, factors: Sequence[Factor], dtype: Any
-) -> tuple[jax.Array, list[jax.Array | None]]:
-    """(dx, the sum of dz wᵀ over all factors, in `dtype`; for each factor dw = xᵀ dz in w's shape), by 8-bit matmuls.
-
-    factors: in the order of operands.weights.
-
-    A matmul adds its result to the sum before it in its epilogue. On a mesh devices may shard N, except for a matmul
-    with an epilogue. There the results are float32, and XLA adds them.
-    """
-    if isinstance(operands.weights, JoinedWeights):
-        cotangents = [factor.dz for factor in factors]
-        is_reached = reaches(sum(dz.size for dz in cotangents), itemsize=1) and not is_partitioned()
-        if is_reached and all(_has_kernel(call, dz, None) for dz in cotangents):
-            return _joined_gradients(call, operands, operands.weights, factors, dtype)
-        apart = operands.weights.apart([dz.shape[-1] for dz in cotangents])
-        return product_gradients(call, dataclasses.replace(operands, weights=apart), factors, dtype)
-    dx: Any = None
-    gradients: list[jax.Array | None] = []
-    adds_later = len(factors) > 1 and is_partitioned()
-    for factor, w in zip(factors, operands.weights, strict=True):
-        if operands.x is None:
-            dz_of_rows, dz_of_columns = _of_rows(factor.dz, factor.scale, call.options.scaling, "e5m2"), None
-        else:
-            dz_of_rows, dz_of_columns = both_ways(call, factor.dz, factor.scale, format="e5m2")
-        if adds_later:
-            part = _product(call, dz_of_rows, w, jnp.float32)
-            dx = part if dx is None else dx + part
-        else:
-            dx = _product(call, dz_of_rows, w, dtype, residual=dx)
-        gradients.append(_weight_gradient(call, operands.x, dz_of_columns, factor.dtype))
-    return dx.astype(dtype), gradients
-
-
-def _weight_gradient(call: PlannedCall, x: Any, dz: Any, dtype: Any) -> jax.Array | None:
-    """xᵀ dz in w's shape, from their transposes [K, ...] and [N, ...], quantised; None if there are none."""
-    if x is None or dz is None:
-        return None
-    return _product(call, *((dz, x) if call.options.transpose_w else (x, dz)), dtype)
-
-
-def _joined_gradients(
-    call: PlannedCall, operands: Operands, weights: JoinedWeights, factors: Sequence[Factor], dtype: Any
-) -> tuple[jax.Array, list[jax.Array | None]]:
-    """The results of product_gradients, where dx is one matmul of the cotangents side by side with joined weights.
-
-    The scales of a cotangent and of its weights multiply to one number for all factors, so a cotangent may get a
-    larger scale than its own magnitude needs. e5m2 keeps its precision over 29 binades, so this has no effect unless
-    the factors differ by as much.
-    """
-    scale_of_dz = lambda factor: quantization_scale(factor.dz, jnp.float8_e5m2, "tensor", -1)
-    own = [scale_of_dz(factor) if factor.scale is None else factor.scale for factor in factors]
-    both = [scale * of_w for scale, of_w in zip(own, weights.scales, strict=True)]
-    common = functools.reduce(jnp.maximum, both, jnp.float32(jnp.finfo(jnp.float32).tiny))
-    scales = [common / of_w for of_w in weights.scales]
-    *outer, _ = factors[0].dz.shape
-    rows = [factor.dz.reshape(-1, factor.dz.shape[-1]) for factor in factors]
-    given = [passes.reciprocal(scale).reshape(1) for scale in scales]
-    found = passes.joined_both_ways(rows, given, jnp.dtype(jnp.float8_e5m2), interpret=call.interpret)
-    quantized = lambda values, scale: QuantizedArray(values=values, scale=scale, scaling="tensor")
-    dz = quantized(found.values.reshape(*outer, -1), common)
-    dx = _product(call, dz, quantized(weights.values, jnp.float32(1)), dtype)
-    every = zip(found.transposed, scales, factors, strict=True)
-    of_columns = ((quantized(y.reshape(-1, *outer), scale), factor.dtype) for y, scale, factor in every)
-    return dx, [_weight_gradient(call, operands.x, y, of_w) for y, of_w in of_columns]
-
-
-class Weights(NamedTuple):
-    """Quantised weights of matmuls with the same x.
-
-    forward: [N, K] each. of_dx: [K, N] each, for dz wᵀ. largest: the largest finite magnitudes, float32 [] each; () if
-    they were not asked for.
-    """
-
-    forward: list[QuantizedArray]
-    of_dx: tuple[QuantizedArray, ...] | JoinedWeights
-    largest: tuple[jax.Array, ...]
-
-
-def weights_both_ways(call: PlannedCall, pairs: Sequence[tuple[Any, Any]], *, measures: bool = False) -> Weights:
-    """The Weights of matmuls with the same x.
-
-    pairs: (w, [K, N], or [N, K] with transpose_w; the caller's scale of w, or None to compute one) of each matmul.
-    """
-    if _joins(call, [w for w, _ in pairs]):
-        return _joined_weights(call, pairs, measures)
-    forward, of_dx, largest = [], [], []
-    for w, scale in pairs:
-        if w.dtype in DTYPES or (call.options.scaling == "row" and scale is not None):
-            found = _summed_last(w, scale, call.options), _of_dx(w, scale, call.options)
-        else:
-            of_rows, of_columns, *measured = rounded_both_ways(call, w, scale, measures=measures)
-            found = (of_rows, of_columns) if call.options.transpose_w else (of_columns, of_rows)
-            largest += measured
-        forward.append(found[0])
-        of_dx.append(found[1])
-    return Weights(forward, tuple(of_dx), tuple(largest))
-
-
-def _joins(call: PlannedCall, weights: Sequence[jax.Array]) -> bool:
-    """Whether one kernel can round the weights [K, N] side by side, so that one matmul computes all of dx."""
-    if len(weights) == 1 or call.options.scaling != "tensor" or call.options.transpose_w or is_partitioned():
-        return False
-    is_whole = all(w.dtype not in DTYPES and w.dtype == weights[0].dtype and w.shape[1] % BLOCK == 0 for w in weights)
-    return is_whole and all(_has_kernel(call, w, None) for w in weights)
-
-
-def _joined_weights(call: PlannedCall, pairs: Sequence[tuple[Any, Any]], measures: bool) -> Weights:
-    """The results of weights_both_ways, by one kernel."""
-    own = lambda w: quantization_scale(w, jnp.float8_e4m3fn, "tensor", -1)
-    scales = [own(w) if scale is None else scale for w, scale in pairs]
-    given = [passes.reciprocal(scale).reshape(1) for scale in scales]
-    options: dict[str, Any] = {"measures": measures, "interpret": call.interpret}
-    found = passes.joined_both_ways([w for w, _ in pairs], given, jnp.dtype(jnp.float8_e4m3fn), **options)
-    every = zip(found.transposed, scales, strict=True)
-    forward = [QuantizedArray(values=values, scale=scale, scaling="tensor") for values, scale in every]
-    return Weights(forward, JoinedWeights(values=found.values, scales=tuple(scales)), found.largest)
-
-
-def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
-    """The weights as [K, N], quantised for dz wᵀ, a sum over N.
-
-    w: [K, N], or [N, K] with options.transpose_w. scale: the caller's scale of w, or None to compute one. With
-    scaling="row" it is not used for values of 16 or 32 bits: its values belong to columns of w. Weights of 8 bits are
-    then rounded again, and else keep their values.
-    """
-    if w.dtype in DTYPES and options.scaling == "row":
-        known = QuantizedArray(values=w, scale=scale, scaling="row", axis=-1 if options.transpose_w else -2)
-        w = dequantize(known, jnp.bfloat16)
-    if options.scaling == "row":
-        scale = None
-    elif options.scaling == "block" and scale is not None and options.transpose_w:
-        scale = scale.T
-    turned = w.T if options.transpose_w else w
-    if w.dtype in DTYPES:
-        return _operand(turned, scale, options.scaling)
-    return quantize(turned, scaling=options.scaling, scale=scale)
-
-
-def both_ways(
-    call: PlannedCall, x: jax.Array, scale: Any = None, format: str = "e4m3"
-) -> tuple[QuantizedArray, QuantizedArray]:
-    """(x [..., N] quantised, its transpose [N, ...] quantised): for a sum over N, and for a sum over the other axes.
-
-    format: "e4m3" or "e5m2". scale: x's scale, or None to compute one. With scaling="row" the transpose always gets
-    scales of its own, one for each of its rows. Both are rounded by one kernel on GPUs if the call runs by kernels.
-    """
-    of_rows, of_columns, *_ = rounded_both_ways(call, x, scale, format)
-    return of_rows, of_columns
-
-
-def rounded_both_ways(
-    call: PlannedCall, x: jax.Array, scale: Any = None, format: str = "e4m3", *, measures: bool = False
-) -> tuple[Any, ...]:
-    """The results of both_ways, and with measures x's largest finite magnitude, float32 [].
-
-    measures needs scaling="tensor" with a given scale, and on GPUs one device.
-    """
-    scaling, of_transpose = call.options.scaling, scale
-    if not _has_kernel(call, x, scale):
-        rounded = _of_rows(x, scale, scaling, format), _of_columns(x, scale, scaling, format)
-        return (*rounded, largest_finite(x)) if measures else rounded
-    dtype = jnp.dtype(FORMATS[format])
-    options: dict[str, Any] = {"dtype": dtype, "interpret": call.interpret, "measures": measures}
-    kernel = both_ways_of_outer(functools.partial(passes.both_ways, **options), scaling)
-    if scaling == "block":
-        found = kernel(x, None)
-        assert found.scale is not None
-        scale, of_transpose = found.scale, jnp.moveaxis(found.scale, -1, 0)
-    else:
-        scale = quantization_scale(x, dtype, scaling, -1) if scale is None else scale
-        outer = tuple(range(x.ndim - 1))
-        of_transpose = quantization_scale(x, dtype, scaling, outer) if scaling == "row" else scale
-        found = kernel(x, (passes.reciprocal(scale), passes.reciprocal(of_transpose)))
-    both = (
-        QuantizedArray(values=found.values, scale=scale, scaling=scaling),
-        QuantizedArray(values=found.transposed, scale=of_transpose, scaling=scaling),
-    )
-    return (*both, found.largest) if measures else both
-
-
-def largest_finite(x: jax.Array) -> jax.Array:
-    """The largest finite magnitude of x, float32 []; 0 without one."""
-    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(initial=0).astype(jnp.float32)
-
-
-def can_measure(call: PlannedCall, inputs: MatmulInputs) -> bool:
-    """Whether the kernels that round x and the weights of a call find their largest magnitudes in the same pass."""
-    arrays = [inputs.x, inputs.w] if inputs.w_up is None else [inputs.x, inputs.w, inputs.w_up]
-    is_kernel = call.options.scaling == "tensor" and not is_partitioned()
-    return is_kernel and all(y.dtype not in DTYPES and _has_kernel(call, y, None) for y in arrays)
-
-
-def _of_rows(x: jax.Array, scale: Any, scaling: Any, format: str) -> QuantizedArray:
-    """x [..., N] quantised, for a sum over N. With scaling="block", 128 rows x 128 columns share a scale.
-
-    The rows are counted through all outer axes. 128 consecutive rows must be a range along each of these axes, which
-    `run` sees to. format: "e4m3" or "e5m2". scale: the scale of x; None computes it.
-    """
-    if scaling != "block":
-        return quantize(x, format, scaling=scaling, scale=scale)
-    return quantize_blocks(x, format, (*sizes_of(x.shape[:-1]), BLOCK), scale)
-
-
-def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> QuantizedArray:
-    """The transpose [N, ...] of x [..., N] quantised, for a sum over x's other axes.
-
-    With scaling="row", each of its N rows gets a new scale. Else scale is x's, or None to compute it.
-    """
-    if scaling == "row":
-        return quantize_columns(x, format)
-    if scaling != "block":
-        return quantize(jnp.moveaxis(x, -1, 0), format, scaling=scaling, scale=scale)
-    scale = None if scale is None else jnp.moveaxis(scale, -1, 0)
-    return quantize_blocks(jnp.moveaxis(x, -1, 0), format, (BLOCK, *sizes_of(x.shape[:-1])), scale)
-
-
-def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
-    """Whether one kernel can round x and its transpose together.
-
-    It can if this JAX has Pallas-Triton, the call runs by kernels, x is not empty, its 8-bit values are not an array of
-    2 to 4 GiB, which Triton cannot address, and no scale is given with scaling="block".
-    """
-    if not backend.AVAILABLE:
-        return False
-    if call.implementation == "xla" or 0 in x.shape or (call.options.scaling == "block" and scale is not None):
-        return False
-    return reaches(x.size, itemsize=1)  # the size of the values that the kernel stores
+    return has_kernel(call, dout, None) and not_for_triton(options.activation) is None
 
 
 def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
@@ -624,12 +319,12 @@ def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
         return known if is_known else known + (x - lax.stop_gradient(x))
 
     fixed = jax.tree.map(lax.stop_gradient, inputs)
-    x = rounded(inputs.x, _operand(fixed.x, fixed.x_scale, call.options.scaling))
+    x = rounded(inputs.x, operand(fixed.x, fixed.x_scale, call.options.scaling))
     weights = (inputs.w, fixed.w, fixed.w_scale), (inputs.w_up, fixed.w_up, fixed.w_up_scale)
     w, w_up = (
         cast(Any, None)
         if given is None
-        else rounded(given if call.options.transpose_w else given.T, _summed_last(known, scale, call.options))
+        else rounded(given if call.options.transpose_w else given.T, summed_last(known, scale, call.options))
         for given, known, scale in weights
     )
     options = dataclasses.replace(call.options, transpose_w=True, scaling=None, precision="fp32")
@@ -648,18 +343,3 @@ def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array
 
 
 _plain = straight_through(rounded_matmul, _forward, backward, _straight_through, _straight_gradients)
-
-
-def _product(
-    call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any, residual: Any = None
-) -> jax.Array:
-    """x @ wᵀ + residual of two quantised arrays, x [..., K] and w [N, K], where K may be several axes: [..., N].
-
-    It runs by the call's implementation if it supports the shapes, else by XLA. out_dtype: of the result and of the
-    residual, which may be None.
-    """
-    options = MatmulOptions(out_dtype=str(jnp.dtype(out_dtype)), transpose_w=True, scaling=call.options.scaling)
-    inputs = MatmulInputs(x=x.values, w=w.values, x_scale=x.scale, w_scale=w.scale, residual=residual)
-    request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x.values))
-    serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
-    return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs).out

@@ -14,7 +14,15 @@ from jax import lax
 from jax_kernels.inputs.matmul import MatmulInputs
 from jax_kernels.ops.matmul import fp8
 from jax_kernels.ops.matmul.checks import check, check_gated
-from jax_kernels.ops.matmul.fp8 import DTYPES, Factor, Operands
+from jax_kernels.ops.matmul.fp8_gradients import Factor, product_gradients
+from jax_kernels.ops.matmul.fp8_operands import (
+    DTYPES,
+    Operands,
+    can_measure,
+    largest_finite,
+    rounded_both_ways,
+    weights_both_ways,
+)
 from jax_kernels.ops.matmul.gradients import reverse_mode
 from jax_kernels.ops.matmul.implementations import GATED, OP
 from jax_kernels.ops.matmul.matmul import matmul
@@ -89,7 +97,7 @@ def delayed_matmuls(
     """
     shared = {"precision": "fp8", "scaling": "tensor", "implementation": implementation, "x_scale": 1.0}
     calls, inputs = _planned(x, weights, [1.0] * len(weights), shared)
-    is_served = all(fp8.can_measure(call, given) for call, given in zip(calls, inputs, strict=True))
+    is_served = all(can_measure(call, given) for call, given in zip(calls, inputs, strict=True))
     if not is_served or explicit_mesh(x) is not None:
         return None
     x_scale = _delayed_scale(calls[0], x_history, x)
@@ -122,7 +130,7 @@ def delayed_matmul(
         scales = {"w_gate_scale": 1.0, "w_up_scale": 1.0}
         request, inputs, static = check_gated(x=x, w_gate=w, w_up=w_up, **scales, **options)
         call = GATED.call(request, static, implementation)
-    if not fp8.can_measure(call, inputs) or explicit_mesh(x) is not None:
+    if not can_measure(call, inputs) or explicit_mesh(x) is not None:
         return None
     weights = [w] if w_up is None else [w, w_up]
     w_scales = [_delayed_scale(call, history, y) for history, y in zip(w_histories, weights, strict=True)]
@@ -167,7 +175,7 @@ def _results(calls: _Calls, inputs: Sequence[MatmulInputs]) -> Recorded:
     if not calls.measures:
         return Recorded(outs, ())
     weights = [w for given in inputs for w in (given.w, given.w_up) if w is not None]
-    return Recorded(outs, tuple(map(fp8.largest_finite, (inputs[0].x, *weights))))
+    return Recorded(outs, tuple(map(largest_finite, (inputs[0].x, *weights))))
 
 
 @under_defaults
@@ -177,8 +185,8 @@ def _forward(calls: _Calls, inputs: Sequence[MatmulInputs]) -> tuple[Recorded, A
     if len(inputs) == 1:
         found = fp8.forward(first, inputs[0], measures=measures)
         return Recorded((found.out,), found.largest), found.residuals
-    x, x_of_columns, *largest = fp8.rounded_both_ways(first, inputs[0].x, inputs[0].x_scale, measures=measures)
-    weights = fp8.weights_both_ways(first, [(given.w, given.w_scale) for given in inputs], measures=measures)
+    x, x_of_columns, *largest = rounded_both_ways(first, inputs[0].x, inputs[0].x_scale, measures=measures)
+    weights = weights_both_ways(first, [(given.w, given.w_scale) for given in inputs], measures=measures)
     every = zip(calls.calls, inputs, weights.forward, strict=True)
     outs = tuple(fp8.of_quantized(call, given, x, w, None, saves=False).out for call, given, w in every)
     tokens = jax.tree.map(lambda y: y.dtype.type(0), [MatmulInputs(x=given.x, w=given.w) for given in inputs])
@@ -193,7 +201,7 @@ def _backward(calls: _Calls, residuals: Any, cotangents: Recorded) -> Any:
         return (list(fp8.backward(first, residuals, douts[0])),)
     tokens, operands = residuals
     factors = [Factor(dz=dout, scale=None, dtype=token.w.dtype) for dout, token in zip(douts, tokens, strict=True)]
-    dx, gradients = fp8.product_gradients(first, operands, factors, tokens[0].x.dtype)
+    dx, gradients = product_gradients(first, operands, factors, tokens[0].x.dtype)
     of_first, *others = (MatmulInputs(x=None, w=dw) for dw in gradients)  # type: ignore[arg-type]
     return ([of_first._replace(x=dx), *others],)
 
