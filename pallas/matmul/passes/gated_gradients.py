@@ -1,7 +1,7 @@
 """The derivative of activation(z) * up and the largest magnitudes of its results, in one pass.
 
-In Triton. For each 16-bit value 10 bytes pass through device memory: 0.217 ms for 16384 x 5632 at 4.25 TB/s. XLA does the
-same in one pass or in two, as its cost model decides.
+In Triton. For each 16-bit value 10 bytes pass through device memory: 0.217 ms for 16384 x 5632 at 4.25 TB/s; found in a
+training step: 0.226. XLA does the same in one pass or in two, as its cost model decides.
 """
 
 from typing import NamedTuple

@@ -23,7 +23,9 @@ from jax_kernels.pallas.varying import result_types
 __all__ = ["BLOCK", "BothWays", "Joined", "both_ways", "joined_both_ways", "reciprocal"]
 
 BLOCK = 128  # rows and columns of a block of values that share a scale
-TILE, WARPS = (64, 128), 8  # rows and columns of a program with given factors, and its warps
+# Rows and columns of a program with given factors, and its warps: 105 us for 16384 x 5632 values on an H200. 128 x 128
+# with 8 warps takes 118, 32 x 128 with 4 warps 106, 128 x 64 with 4 warps 116, 128 x 256 with 8 warps 157.
+TILE, WARPS = (64, 128), 8
 
 
 class BothWays(NamedTuple):
