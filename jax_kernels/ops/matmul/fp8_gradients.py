@@ -36,14 +36,14 @@ class Factor:
 
 
 def product_gradients(
-    call: PlannedCall, operands: Operands, factors: Sequence[Factor], dtype: Any
+    call: PlannedCall, operands: Operands, factors: Sequence[Factor], dtype: Any, part_dtype: Any = jnp.float32
 ) -> tuple[jax.Array, list[jax.Array | None]]:
     """(dx, the sum of dz wᵀ over all factors, in `dtype`; for each factor dw = xᵀ dz in w's shape), by 8-bit matmuls.
 
     factors: in the order of operands.weights.
 
     A matmul adds its result to the sum before it in its epilogue. On a mesh devices may shard N, except for a matmul
-    with an epilogue. There the results are float32, and XLA adds them.
+    with an epilogue. There XLA adds the results, which have part_dtype.
     """
     if isinstance(operands.weights, JoinedWeights):
         cotangents = [factor.dz for factor in factors]
@@ -51,7 +51,7 @@ def product_gradients(
         if is_reached and all(has_kernel(call, dz, None) for dz in cotangents):
             return _joined_gradients(call, operands, operands.weights, factors, dtype)
         apart = operands.weights.apart([dz.shape[-1] for dz in cotangents])
-        return product_gradients(call, dataclasses.replace(operands, weights=apart), factors, dtype)
+        return product_gradients(call, dataclasses.replace(operands, weights=apart), factors, dtype, part_dtype)
     dx: Any = None
     gradients: list[jax.Array | None] = []
     adds_later = len(factors) > 1 and is_partitioned()
@@ -61,7 +61,7 @@ def product_gradients(
         else:
             dz_of_rows, dz_of_columns = both_ways(call, factor.dz, factor.scale, format="e5m2")
         if adds_later:
-            part = _product(call, dz_of_rows, w, jnp.float32)
+            part = _product(call, dz_of_rows, w, part_dtype)
             dx = part if dx is None else dx + part
         else:
             dx = _product(call, dz_of_rows, w, dtype, residual=dx)

@@ -201,7 +201,8 @@ def _backward(calls: _Calls, residuals: Any, cotangents: Recorded) -> Any:
         return (list(fp8.backward(first, residuals, douts[0])),)
     tokens, operands = residuals
     factors = [Factor(dz=dout, scale=None, dtype=token.w.dtype) for dout, token in zip(douts, tokens, strict=True)]
-    dx, gradients = product_gradients(first, operands, factors, tokens[0].x.dtype)
+    dtype = tokens[0].x.dtype
+    dx, gradients = product_gradients(first, operands, factors, dtype, part_dtype=dtype)
     of_first, *others = (MatmulInputs(x=None, w=dw) for dw in gradients)  # type: ignore[arg-type]
     return ([of_first._replace(x=dx), *others],)
 
