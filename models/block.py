@@ -13,7 +13,7 @@ from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.layers.delayed_scaling import AmaxHistory, recording
 from jax_kernels.models.layers.linear import GatedMLP
 from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
-from jax_kernels.models.layers.normalization import RMSNorm
+from jax_kernels.models.layers.normalization import RMSNorm, with_input
 from jax_kernels.models.layers.routing import RouterKernel, Routing
 from jax_kernels.models.parallel.sharding import ShardingRules
 from jax_kernels.models.training.packing import DealtDocuments, Packed
@@ -77,7 +77,8 @@ class Block(nnx.Module):
             of_documents: dict[str, Any] = {} if documents is None else documents._asdict()
             if isinstance(documents, DealtDocuments):
                 of_documents = {"segment_ids": documents}
-            attended = self.attention(self.attention_norm(x), **of_documents)
+            normed, x = with_input(self.attention_norm, x)
+            attended = self.attention(normed, **of_documents)
         else:
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
         normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
@@ -176,6 +177,9 @@ def run_block(
     AmaxHistories and returns them.
     """
 
+    if remat == "products":
+        state = rounded(state, x.dtype)  # before the checkpoint, so that the backward does not round them again
+
     def block(state: Any, x: jax.Array, documents: Packed | DealtDocuments | None) -> Any:
         module = nnx.merge(graphdef, state)
         with recording(records):
@@ -192,9 +196,14 @@ def stacked(states: Any, dtype: Any) -> Any:
     costs no extra pass over memory. A router's matrix is not rounded.
     """
 
+    states = [rounded(state, dtype) for state in states]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+
+
+def rounded(state: Any, dtype: Any) -> Any:
+    """The state with its parameter matrices, but not a router's, rounded to dtype."""
     is_matrix = lambda x: isinstance(x, nnx.Param) and not isinstance(x, RouterKernel) and x.ndim > 1
     rounds = lambda x: is_matrix(x) and jnp.issubdtype(x.dtype, jnp.floating)
     is_variable = lambda x: isinstance(x, nnx.Variable)
-    rounded = lambda x: x.replace(x[...].astype(dtype)) if rounds(x) else x
-    states = [jax.tree.map(rounded, state, is_leaf=is_variable) for state in states]
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+    in_dtype = lambda x: x.replace(x[...].astype(dtype)) if rounds(x) else x
+    return jax.tree.map(in_dtype, state, is_leaf=is_variable)

@@ -96,7 +96,8 @@ class TransformerConfig:
     tie_embeddings: the head is the transposed token embedding instead of a separate matrix.
     dtype: dtype of the computation, by name; train in bfloat16 on GPUs. param_dtype: of the parameters.
     remat: the values of each block that the backward rematerialises: False for none, True for all. "attention" keeps
-      attention's out and log-sum-exp; "products" also keeps the results of matmuls.
+      attention's out and log-sum-exp; "products" also keeps the results of matmuls and norms, the weights in dtype, and
+      with "fp8" the 8-bit operands of the backward.
     scan_layers: run the blocks as a loop (jax.lax.scan), which compiles faster. The parameters are the same.
     implementation: of the attention, as in flash_attention. mlp_implementation: of the gated MLP, as in mlp, and with
       "fp8" as in gated_matmul. projection_implementation: of the attention's q, k, v and out, as in matmul; None

@@ -222,6 +222,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     from jax_kernels import compile_kernels
     from jax_kernels.compilation import paused_collections
     from jax_kernels.models import AmaxHistory, Transformer, make_mesh, shard_batch, state_shardings
+    from jax_kernels.models.layers.delayed_scaling import without_histories
 
     part("import")
     jax.block_until_ready(jax.numpy.zeros(1) + 1)
@@ -232,8 +233,10 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     places = state_shardings(params, mesh)
     params = jax.block_until_ready(jax.device_put(params, places))
     part("model")
-    of_moments = state_shardings(jax.eval_shape(optimizer.init, params), mesh)
-    moments = jax.jit(optimizer.init, out_shardings=of_moments)(params)
+    trained = without_histories(params)
+    of_moments = state_shardings(jax.eval_shape(optimizer.init, trained), mesh)
+    moments = jax.jit(optimizer.init, out_shardings=of_moments)(trained)
+    del trained
     tokens = jax.random.randint(jax.random.key(1), case.shape, 0, case.vocabulary)
     tokens = shard_batch(tokens, mesh)
 
@@ -255,6 +258,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     )
     def train(params: Any, moments: Any, tokens: Any) -> Any:
         (loss, histories), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, tokens)
+        gradients, params = without_histories(gradients), without_histories(params)
         updates, moments = optimizer.update(gradients, moments, params)
         params = optax.apply_updates(params, updates)
         return nnx.merge_state(params, histories) if histories else params, moments, loss

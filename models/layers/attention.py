@@ -22,7 +22,7 @@ from jax_kernels.models.config import (
     positive_number,
 )
 from jax_kernels.models.layers.kv_cache import KVCache, append, check_length
-from jax_kernels.models.layers.linear import Linear
+from jax_kernels.models.layers.linear import Linear, shared_projections
 from jax_kernels.models.parallel.sharding import (
     ShardingRules,
     sequence_devices,
@@ -404,10 +404,14 @@ class MultiHeadAttention(nnx.Module):
         """
         self._check_input(x)
         batch, length = x.shape[:2]
-        project = lambda projection: checkpoint_name(projection(x), PROJECTION)
-        query = project(self.q_proj).reshape(batch, length, self.num_heads, self.head_dim)
-        key = project(self.k_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
-        value = project(self.v_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        query, key, value = shared_projections((self.q_proj, self.k_proj, self.v_proj), x)
+        # The backward of a rotation does not read its input, so a policy keeps its result instead.
+        kept = lambda y: checkpoint_name(y, PROJECTION)
+        is_rotated = self.use_rotary and not hasattr(self, "q_norm")
+        early, late = (lambda y: y, kept) if is_rotated else (kept, lambda y: y)
+        query = early(query).reshape(batch, length, self.num_heads, self.head_dim)
+        key = early(key).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        value = kept(value).reshape(batch, length, self.num_kv_heads, self.head_dim)
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
         if positions is not None:
@@ -416,8 +420,8 @@ class MultiHeadAttention(nnx.Module):
             if positions is None:
                 order = self.token_order(length) if isinstance(start, int) else None
                 positions = jnp.asarray(start)[..., None] + (jnp.arange(length) if order is None else order)
-            query = rotary_embedding(query, positions, self.rope_theta)
-            key = rotary_embedding(key, positions, self.rope_theta)
+            query = late(rotary_embedding(query, positions, self.rope_theta))
+            key = late(rotary_embedding(key, positions, self.rope_theta))
         return query, key, value
 
     def _project(self, out: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,16 @@ from jax import lax
 
 from jax_kernels.quantization import quantization_scale
 
-__all__ = ["AmaxHistory", "copy_history", "delayed_scale", "empty_history", "recording"]
+__all__ = [
+    "AmaxHistory",
+    "copy_history",
+    "delayed_scale",
+    "empty_history",
+    "is_recording",
+    "record",
+    "recording",
+    "without_histories",
+]
 
 LENGTH = 16
 _RECORDS = contextvars.ContextVar("records", default=True)
@@ -39,6 +49,17 @@ def recording(records: bool) -> Iterator[None]:
         _RECORDS.reset(token)
 
 
+def without_histories(tree: Any) -> Any:
+    """The tree, such as parameters or an optimizer's moments, whose nnx.States have no AmaxHistories."""
+    is_state = lambda x: isinstance(x, nnx.State)
+
+    def filtered(x: Any) -> Any:
+        has_histories = is_state(x) and bool(jax.tree.leaves(nnx.filter_state(x, AmaxHistory)))
+        return nnx.filter_state(x, nnx.Not(AmaxHistory)) if has_histories else x
+
+    return jax.tree.map(filtered, tree, is_leaf=is_state)
+
+
 def copy_history(source: AmaxHistory, target: AmaxHistory) -> None:
     """Copies a history that a call has added to; nothing in `recording(False)`."""
     if _RECORDS.get():
@@ -55,6 +76,16 @@ def delayed_scale(history: AmaxHistory, x: jax.Array) -> jax.Array:
     newest = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(initial=0).astype(jnp.float32)
     past = lax.stop_gradient(history[...])
     largest = jnp.where(past.max() > 0, past.max(), newest)
-    if _RECORDS.get():
-        history[...] = jnp.concatenate([newest[None], past[:-1]])
+    record(history, newest)
     return quantization_scale(largest[None], jnp.float8_e4m3fn, "tensor", -1)
+
+
+def is_recording() -> bool:
+    """Whether calls add their magnitudes to histories: not in `recording(False)`."""
+    return _RECORDS.get()
+
+
+def record(history: AmaxHistory, newest: jax.Array) -> None:
+    """Adds the largest magnitude of a call to the history, in place; nothing in `recording(False)`."""
+    if _RECORDS.get():
+        history[...] = jnp.concatenate([newest[None], lax.stop_gradient(history[...])[:-1]])

@@ -1,5 +1,6 @@
 """Linear and GatedMLP as nnx modules, by this library's matmul."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,14 +8,22 @@ from flax import nnx
 from jax import lax
 
 from jax_kernels.models.config import check_fp8_scaling, check_scaling, check_size
-from jax_kernels.models.layers.delayed_scaling import copy_history, delayed_scale, empty_history
+from jax_kernels.models.layers.delayed_scaling import (
+    copy_history,
+    delayed_scale,
+    empty_history,
+    is_recording,
+    record,
+)
 from jax_kernels.ops.checks import checked_array
+from jax_kernels.ops.matmul import fp8_shared
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_op
 from jax_kernels.ops.matmul.checks import PRECISIONS, checked_activation
 from jax_kernels.plain_numbers import plain_arguments
+from jax_kernels.tracing.derivatives import in_both_modes
 
-__all__ = ["GatedMLP", "Linear"]
+__all__ = ["GatedMLP", "Linear", "shared_projections"]
 
 
 class Linear(nnx.Linear):
@@ -85,8 +94,7 @@ class Linear(nnx.Linear):
         The result has the dtype of the computation. If the module has no dtype of its own, the result has the promoted
         dtype of the computation and residual.
         """
-        is_plain = self.dot_general is lax.dot_general and self.preferred_element_type is None and out_sharding is None
-        if not is_plain or self.precision not in (None, *PRECISIONS):
+        if not self._is_plain or out_sharding is not None or self.precision not in (None, *PRECISIONS):
             if self.precision == "fp8":
                 raise ValueError(
                     "precision: got 'fp8' with an option of nnx's (dot_general, preferred_element_type, "
@@ -103,22 +111,85 @@ class Linear(nnx.Linear):
         residual = _residual(self, residual, x.dtype)
         if bias is not None and bias.dtype != jax.numpy.float32:
             bias = bias.astype(x.dtype)
-        scales: dict[str, Any] = {}
+        options: dict[str, Any] = {"bias": bias, "activation": self.activation, "residual": residual}
+        options["out_dtype"] = x.dtype if residual is None else residual.dtype
         if self.fp8_scaling == "delayed":
-            scales["x_scale"] = delayed_scale(self.x_history, x)
-            scales["w_scale"] = delayed_scale(self.kernel_history, kernel)
+            if (outs := _recorded((self,), fp8_shared.delayed_matmul, x, kernel, **options)) is not None:
+                return outs[0]
+            options["x_scale"] = delayed_scale(self.x_history, x)
+            options["w_scale"] = delayed_scale(self.kernel_history, kernel)
         return ops.matmul(
-            x,
-            kernel,
-            bias=bias,
-            activation=self.activation,
-            residual=residual,
-            out_dtype=x.dtype if residual is None else residual.dtype,
-            precision=self.precision,
-            scaling=self.scaling,
-            implementation=self.implementation,
-            **scales,
+            x, kernel, precision=self.precision, scaling=self.scaling, implementation=self.implementation, **options
         )
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the module has no option of nnx.Linear that this library's matmul lacks."""
+        return self.dot_general is lax.dot_general and self.preferred_element_type is None
+
+    @property
+    def _is_bare_fp8(self) -> bool:
+        """Whether the module is an 8-bit matmul without a bias and an activation."""
+        return self.precision == "fp8" and self.bias is None and self.activation is None and self._is_plain
+
+
+def shared_projections(modules: Sequence[nnx.Linear], x: jax.Array) -> tuple[jax.Array, ...]:
+    """(module(x) for each module), where x is rounded to 8 bits once for modules of one kind.
+
+    With fp8_scaling="delayed" the first module's history of x is used for all of them, and copied to the others.
+    """
+    first = modules[0]
+    alike = lambda module: (module.scaling, module.fp8_scaling, module.implementation, module.dtype)
+    if not all(type(module) is Linear and module._is_bare_fp8 and alike(module) == alike(first) for module in modules):
+        return tuple(module(x) for module, x in zip(modules, _copies(x, len(modules)), strict=True))
+    x, *kernels = _promoted(first, x, *(module.kernel[...] for module in modules))
+    scales: dict[str, Any] = {}
+    if first.fp8_scaling == "delayed":
+        if (outs := _recorded(modules, fp8_shared.delayed_matmuls, x, kernels)) is not None:
+            return outs
+        scales["x_scale"] = delayed_scale(first.x_history, x)
+        histories = [module.kernel_history for module in modules]
+        scales["w_scales"] = [delayed_scale(of, kernel) for of, kernel in zip(histories, kernels, strict=True)]
+        for module in modules[1:]:
+            copy_history(first.x_history, module.x_history)
+    return fp8_shared.shared_matmuls(x, kernels, scaling=first.scaling, implementation=first.implementation, **scales)
+
+
+def _recorded(modules: Sequence[Any], run: Any, x: jax.Array, *weights: Any, **options: Any) -> Any:
+    """The results of delayed_matmul or delayed_matmuls, whose magnitudes it adds to the modules' histories; None if the
+    function has no kernel for the call.
+
+    modules: the Linears, in the order of the weights, all with the same x.
+    """
+    first, records = modules[0], is_recording()
+    histories = {"x_history": first.x_history[...], "w_histories": [of.kernel_history[...] for of in modules]}
+    found = run(x, *weights, records=records, implementation=first.implementation, **histories, **options)
+    if found is None or not records:
+        return None if found is None else found.outs
+    of_x, *of_weights = found.largest
+    record(first.x_history, of_x)
+    for module, of_weight in zip(modules, of_weights, strict=True):
+        record(module.kernel_history, of_weight)
+        if module is not first:
+            copy_history(first.x_history, module.x_history)
+    return found.outs
+
+
+def _copies(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """x, `count` times. The cotangents are added such that XLA does it in the epilogues of matmuls.
+
+    XLA adds the second operand of a sum in the matmul that computes the first, but not in a matmul that adds already.
+    """
+    copies = []
+    for _ in range(count - 1):
+        own, x = _twice(None, x)
+        copies.append(own)
+    return (*copies, x)
+
+
+_twice = in_both_modes(
+    lambda _, x: (x, x), lambda _, x: ((x, x), ()), lambda _, kept, cotangents: (cotangents[0] + cotangents[1],)
+)
 
 
 def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:
@@ -226,6 +297,10 @@ class GatedMLP(nnx.Module):
             return out if wide is None else wide + out
         scales: dict[str, Any] = {}
         if of.fp8_scaling == "delayed":
+            options = {"activation": self.activation}
+            outs = _recorded((of, self.up_proj), fp8_shared.delayed_matmul, x, gate, up, **options)
+            if outs is not None:
+                return self.down_proj(outs[0], residual=residual)
             scales["x_scale"] = delayed_scale(of.x_history, x)
             scales["w_gate_scale"] = delayed_scale(of.kernel_history, gate)
             scales["w_up_scale"] = delayed_scale(self.up_proj.kernel_history, up)

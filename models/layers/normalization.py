@@ -9,10 +9,11 @@ from flax import nnx
 from flax.nnx import initializers
 
 from jax_kernels.models.config import check_kind, check_size
-from jax_kernels.ops.normalization import normalization
+from jax_kernels.ops.normalization import normalization, vjp
 from jax_kernels.plain_numbers import plain_arguments
+from jax_kernels.tracing.explicit_mesh import explicit_mesh
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["LayerNorm", "RMSNorm", "with_input"]
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -98,6 +99,23 @@ class RMSNorm(nnx.RMSNorm):
             scale_offset=self.scale_offset,
             implementation=self.implementation,
         )
+
+
+def with_input(module: nnx.Module, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(module(x), x), where the norm's backward adds the cotangent of the second result, without a further pass.
+
+    module: an RMSNorm. x: in the dtype of the module's computation; otherwise the backward adds the cotangents itself.
+    """
+    is_rms = type(module) is RMSNorm and _is_served(module, None, None)
+    if not is_rms or module.scale is None or explicit_mesh(x) is not None:
+        return module(x), x
+    promoted, _, scale, _ = _promoted(module, x, None, module.scale, None)
+    if promoted.dtype != x.dtype:
+        return module(x), x
+    arrays = {"x": x, "scale": scale, "residual": None, "bias": None, "op": "rms_norm"}
+    options = {"eps": module.epsilon, "scale_offset": module.scale_offset, "implementation": module.implementation}
+    with jax.named_scope("rms_norm"):
+        return vjp.with_input(*normalization.prepare(**arrays, **options))
 
 
 def _check_options(num_features: Any, scale_offset: Any, implementation: Any) -> None:

@@ -214,7 +214,7 @@ def read_state(checkpoints: Any, step: int, like: Any, mesh: Mesh, wanted: Mappi
 
 
 def _read_or_told(checkpoints: Any, step: int, like: Any) -> tuple[Any, str]:
-    """(the state, "") or (None, the reason in words why it cannot be read). Raises _OtherOptimizer for another
+    """(the state, "") or (None, the reason in words why it cannot be read). Raises OtherOptimizer for another
     optimizer.
     """
     import orbax.checkpoint as ocp
@@ -225,7 +225,7 @@ def _read_or_told(checkpoints: Any, step: int, like: Any) -> tuple[Any, str]:
         saved = _by_name(dict(checkpoints.item_metadata(step).state))
         _check_alike(step, saved, _by_name(shapes))
         return checkpoints.restore(step, args=items).state, ""
-    except (MemoryError, jax.errors.JaxRuntimeError, _OtherOptimizer):
+    except (MemoryError, jax.errors.JaxRuntimeError, OtherOptimizer):
         raise
     except Exception as error:  # orbax raises Exception itself if it cannot read an array
         if "structures do not match" in str(error):
@@ -249,20 +249,20 @@ def _without_tracebacks_of_other_reads() -> Iterator[None]:
         logger.removeFilter(nothing)
 
 
-class _OtherOptimizer(ValueError):
+class OtherOptimizer(ValueError):
     """Raised if the optimizer's state in a checkpoint has other arrays than the trainer's optimizer."""
 
 
-def _other_optimizer(step: int, more: str = "") -> _OtherOptimizer:
+def _other_optimizer(step: int, more: str = "") -> OtherOptimizer:
     """The error for a checkpoint of another optimizer. more: a clause about the difference."""
-    return _OtherOptimizer(
+    return OtherOptimizer(
         f"optimizer: got one whose state differs from the state in the checkpoint of step {step}{more}, want the "
         "optimizer that the checkpoint was trained with"
     )
 
 
 def _check_alike(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises _OtherOptimizer if an optimizer array in a checkpoint has another shape or dtype than the trainer's.
+    """Raises OtherOptimizer if an optimizer array in a checkpoint has another shape or dtype than the trainer's.
 
     saved, wanted: arrays or their metadata, by name, of the checkpoint and of the trainer. Orbax would cast them.
     """

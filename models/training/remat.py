@@ -6,7 +6,9 @@ from typing import Any
 import jax
 
 from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
+from jax_kernels.ops.matmul.fp8 import RESIDUALS as OF_FP8
 from jax_kernels.ops.matmul.mlp import RESIDUALS as OF_MLP
+from jax_kernels.ops.normalization.vjp import RESIDUALS as OF_NORM
 from jax_kernels.ops.ring.ring_attention import OF_HEADS
 from jax_kernels.ops.ring.vjp import RESIDUALS as OF_RING
 
@@ -18,7 +20,7 @@ PROJECTION = "projection"
 # The names of the saved values, by policy.
 REMAT: dict[str, tuple[str, ...]] = {
     "attention": (*OF_ATTENTION, *OF_RING),
-    "products": (*OF_ATTENTION, *OF_RING, *OF_HEADS, *OF_MLP, PROJECTION),
+    "products": (*OF_ATTENTION, *OF_RING, *OF_HEADS, *OF_MLP, *OF_FP8, *OF_NORM, PROJECTION),
 }
 
 

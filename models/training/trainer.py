@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.compilation import compile_kernels, compiler_options, paused_collections
 from jax_kernels.models.config import TransformerConfig, check_kind, positive
-from jax_kernels.models.layers.delayed_scaling import AmaxHistory
+from jax_kernels.models.layers.delayed_scaling import AmaxHistory, without_histories
 from jax_kernels.models.layers.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.layers.routing import balanced
 from jax_kernels.models.parallel.sharding import (
@@ -130,9 +130,10 @@ class Trainer(TrainerCheckpoints):
         self.graphdef, params = nnx.split(kind(config, rules=self.rules, rngs=nnx.Rngs(seed)))
         params = place(params, state_shardings(params, self.mesh, self.rules))
         with jax.set_mesh(self.mesh):  # instead of the caller's mesh, whose axes may be Explicit
-            moments = jax.eval_shape(optimizer.init, params)
+            trained = without_histories(params)
+            moments = jax.eval_shape(optimizer.init, trained)
             create = jax.jit(optimizer.init, out_shardings=state_shardings(moments, self.mesh, self.rules))
-            moments = create(params)
+            moments = create(trained)
         self.state: dict[str, Any] = {
             "params": params,
             "optimizer": moments,
@@ -170,11 +171,12 @@ class Trainer(TrainerCheckpoints):
             state["params"], batch, key, scaling and scaling["scale"]
         )
         count = jnp.where(count > 0, count, 1)  # a batch without targets, such as all padding, has gradients of 0
-        gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, state["params"])
-        updates, moments = self.optimizer.update(gradients, state["optimizer"], state["params"])
+        gradients, params = without_histories(gradients), without_histories(state["params"])
+        gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, params)
+        updates, moments = self.optimizer.update(gradients, state["optimizer"], params)
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
         after = {
-            "params": optax.apply_updates(state["params"], updates),
+            "params": optax.apply_updates(params, updates),
             "optimizer": moments,
             "step": state["step"] + 1,
             "key": state["key"],

@@ -5,10 +5,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.layers.delayed_scaling import AmaxHistory, without_histories
+from jax_kernels.models.parallel.sharding import ShardingRules, state_shardings
 from jax_kernels.models.training import checkpoints
 from jax_kernels.models.training.folder_lock import FolderLock
 from jax_kernels.models.training.loss_scale import FIRST, first_state
@@ -21,7 +25,9 @@ class TrainerCheckpoints:
     """The part of a Trainer that writes and reads its folder. Trainer derives from it and sets the attributes."""
 
     config: TransformerConfig
+    optimizer: Any
     mesh: Mesh
+    rules: ShardingRules
     state: dict[str, Any]
     step: int
     _manager: Any
@@ -164,9 +170,28 @@ class TrainerCheckpoints:
         like = {name: x for name, x in self.state.items() if name != "loss_scale"}
         if kept["config"].get("dtype") == "float16":
             like["loss_scale"] = first
-        state = checkpoints.read_state(self._checkpoints, step, like, self.mesh, kept.get("digests"))
+        read = lambda like: checkpoints.read_state(self._checkpoints, step, like, self.mesh, kept.get("digests"))
+        try:
+            state = read(like)
+        except checkpoints.OtherOptimizer:
+            older = self._moments_with_histories()
+            if older is None:
+                raise
+            state = read(like | {"optimizer": older})
+            state["optimizer"] = without_histories(state["optimizer"])
         scaling = state.pop("loss_scale", first)
         return state if self._first_scale is None else state | {"loss_scale": scaling}
+
+    def _moments_with_histories(self) -> Any:
+        """The shapes of the optimizer's state in older checkpoints, which had moments of AmaxHistories; None for a model
+        without histories.
+        """
+        params = self.state["params"]
+        if not jax.tree.leaves(nnx.filter_state(params, AmaxHistory)):
+            return None
+        moments = jax.eval_shape(self.optimizer.init, params)
+        shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(shaped, moments, state_shardings(moments, self.mesh, self.rules))
 
     def _check_config(self, other: dict[str, Any]) -> None:
         """Raises ValueError if a checkpoint's config differs in fields that change the parameters or the forward.

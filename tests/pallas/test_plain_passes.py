@@ -11,9 +11,11 @@ from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, At
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.inputs.normalization import NormInputs, NormOptions
 from jax_kernels.masks.ranked_mask import Ranked
+from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.attention import implementations
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.matmul import fp8
+from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.quantized_rows import quantized_rows
 from jax_kernels.ops.normalization import implementations as norms
 from jax_kernels.ops.planned_op import PlannedCall
@@ -103,6 +105,24 @@ def test_both_ways_in_8_bits(both, scaling):
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=0.13)
         assert (x == y).mean() > 0.98
+
+
+def test_a_gated_unit_in_8_bits(both):
+    """The derivative, the joined cotangents and the joined weights. Other scales give other roundings of dx."""
+    options = MatmulOptions(out_dtype="bfloat16", activation=ACTIVATIONS["silu"], scaling="tensor")
+    call = PlannedCall("mosaic_gpu", None, options, True)
+    x, w, w_up, dout = (normal(*shape, seed=i, dtype="bfloat16") for i, shape in enumerate([(128, 128)] * 4))
+
+    def run():
+        with pytest.MonkeyPatch.context() as patch:
+            plain = dataclasses.replace(IMPLEMENTATIONS["xla"], name="mosaic_gpu")
+            patch.setitem(IMPLEMENTATIONS, "mosaic_gpu", plain)
+            found = fp8.forward(call, MatmulInputs(x=x, w=w, w_up=w_up), measures=False)
+            (gradients,) = fp8.backward(call, found.residuals, dout)
+            return found.out, gradients.x, gradients.w, gradients.w_up
+
+    for y, right in zip(*both(run), strict=True):
+        assert np.linalg.norm(y - right) < 0.1 * np.linalg.norm(right)
 
 
 @pytest.mark.parametrize("format", FORMATS)

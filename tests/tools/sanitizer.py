@@ -38,6 +38,7 @@ from jax_kernels import masks
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.ops.grouped.experts import Combination, gated_experts
 from jax_kernels.ops.grouped.rows import token_rows
+from jax_kernels.ops.matmul import fp8_shared
 from jax_kernels.pallas.attention.passes import ranked_bits, row_norms
 from jax_kernels.pallas.attention.sm80 import forward as sm80_forward
 
@@ -216,6 +217,19 @@ def _gated(implementation: str, **options: Any) -> Call:
     return Call(function=function, shapes=(_shape(200, 256), _shape(256, 384), _shape(256, 384)))
 
 
+def _delayed(columns: int) -> Call:
+    """8-bit matmuls of x with two weights, whose scales come from an empty and from other histories."""
+
+    def multiply(x: Any, *weights: Any) -> Any:
+        histories = [jnp.full(3, size, jnp.float32) for size in (0.0, 2.0, 0.5)]
+        options: dict[str, Any] = {"x_history": histories[0], "w_histories": histories[1:], "implementation": HOPPER}
+        found = fp8_shared.delayed_matmuls(x, weights, records=True, **options)
+        assert found is not None
+        return found.outs
+
+    return Call(function=multiply, shapes=(_shape(200, 256), _shape(256, columns), _shape(256, 2 * columns)))
+
+
 def _low_bit(implementation: str, format: str, rows: int, inner: int = 2048) -> Call:
     def multiply(x: Any, w: Any) -> Any:
         stored = jk.quantize(w, format, axis=-1, group_size=32 if format.startswith("mx") else 128)
@@ -300,6 +314,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "hopper dilated hilbert": lambda: _dilated(HOPPER, order="hilbert"),
     "hopper matmul": lambda: _matmul(HOPPER, 304, 512, 384, activation="gelu"),
     "hopper matmul fp8": lambda: _matmul(HOPPER, 256, 512, 384, precision="fp8"),
+    "hopper gated fp8": lambda: _gated(HOPPER, precision="fp8"),
+    "hopper delayed fp8": lambda: _delayed(128),
     "hopper matmul fp8 block": lambda: _matmul(HOPPER, 256, 512, 384, precision="fp8", scaling="block"),
     "hopper gated": lambda: _gated(HOPPER),
     "hopper grouped": lambda: _grouped(HOPPER),

@@ -9,42 +9,63 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from jax_kernels import dispatch
-from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulResult
 from jax_kernels.ops import checks
+from jax_kernels.ops.activations import derivative_of, not_for_triton
+from jax_kernels.ops.matmul.fp8_gradients import Factor, product_gradients
+from jax_kernels.ops.matmul.fp8_operands import (
+    DTYPES,
+    RESIDUAL,
+    Operands,
+    both_ways,
+    has_kernel,
+    operand,
+    rounded_both_ways,
+    summed_last,
+    weights_both_ways,
+)
 from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients, reverse_mode, sum_of_rows
-from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS, OP, request_of
-from jax_kernels.ops.matmul.partitioning import both_ways_of_outer
+from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.planned_op import PlannedCall
-from jax_kernels.pallas.matmul.passes import quantize_with_transpose as passes
-from jax_kernels.pallas.triton import backend
-from jax_kernels.pallas.triton.tensors import reaches
+from jax_kernels.ops.sharding.partitioning import is_partitioned
+from jax_kernels.pallas.matmul.passes.gated_gradients import gated_gradients
 from jax_kernels.quantization import (
-    FORMATS,
     QuantizedArray,
     check_scaling,
     checked_scale,
     dequantize,
-    quantization_scale,
-    quantize,
-    quantize_blocks,
-    quantize_columns,
     scale_shape,
 )
 from jax_kernels.quantization.scale_blocks import BLOCK, boxes, counts, sizes_of
+from jax_kernels.quantization.scales import scale_of
 from jax_kernels.reference import matmul as reference
 from jax_kernels.tracing.derivatives import straight_through, without_derivative
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "run"]
+__all__ = [
+    "DTYPES",
+    "RESIDUALS",
+    "as_arrays",
+    "backward",
+    "both_ways",
+    "check_device",
+    "checked_scales",
+    "forward",
+    "of_quantized",
+    "rounded_matmul",
+    "run",
+]
 
-DTYPES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+# Names for policies of jax.checkpoint: 8-bit operands of the backward, and the results before an activation.
+RESIDUALS = RESIDUAL, "fp8_preactivation"
+
 NEEDS = (8, 9)  # the first compute capability with 8-bit matmuls
 
 
@@ -158,7 +179,8 @@ def _has_frozen_weights(inputs: MatmulInputs) -> bool:
     return inputs.w.dtype in DTYPES and inputs.x.dtype not in DTYPES
 
 
-def _out(call, inputs):
+def rounded_matmul(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    """out [..., N] of a planned 8-bit matmul, without a derivative: rounds the operands, and multiplies them."""
     return _run(call, inputs, saves=False).out
 
 
@@ -167,177 +189,120 @@ def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResul
 
     saves: whether the result has preactivation and up, which the backward of an epilogue reads.
     """
+    x = operand(inputs.x, inputs.x_scale, call.options.scaling)
+    w = summed_last(inputs.w, inputs.w_scale, call.options)
+    w_up = None if inputs.w_up is None else summed_last(inputs.w_up, inputs.w_up_scale, call.options)
+    return of_quantized(call, inputs, x, w, w_up, saves=saves)
+
+
+def of_quantized(
+    call: PlannedCall,
+    inputs: MatmulInputs,
+    x: QuantizedArray,
+    w: QuantizedArray,
+    w_up: QuantizedArray | None,
+    *,
+    saves: bool,
+) -> MatmulResult:
+    """The MatmulResult of quantised operands: x [..., K], w and w_up [N, K]. inputs: has bias and residual."""
     options = dataclasses.replace(call.options, transpose_w=True, saves_preactivation=saves)
-    x = _operand(inputs.x, inputs.x_scale, options.scaling)
-    w = _summed_last(inputs.w, inputs.w_scale, call.options)
     quantized = inputs._replace(x=x.values, x_scale=x.scale, w=w.values, w_scale=w.scale)
-    if inputs.w_up is not None:
-        w_up = _summed_last(inputs.w_up, inputs.w_up_scale, call.options)
+    if w_up is not None:
         quantized = quantized._replace(w_up=w_up.values, w_up_scale=w_up.scale)
     return batched(dataclasses.replace(call, options=options))(quantized)
 
 
-def _operand(x: Any, scale: Any, scaling: Any) -> QuantizedArray:
-    """The operand x [..., K], whose last axis is summed, as a QuantizedArray. 8-bit arrays are not rounded again.
-
-    scale: the factor of an 8-bit array's values. For another array, the scale to quantise with; None computes it.
-    """
-    if x.dtype in DTYPES:
-        return QuantizedArray(values=x, scale=scale, scaling=scaling)
-    return _of_rows(x, scale, scaling, "e4m3")
-
-
-def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
-    """The weights [K, N], or [N, K] with transpose_w, as a QuantizedArray [N, K]. scale: as the caller gave it."""
-    if options.transpose_w:
-        return _operand(w, scale, options.scaling)
-    return _operand(w.T, scale.T if options.scaling == "block" and scale is not None else scale, options.scaling)
-
-
 @under_defaults
 def _forward(call, inputs):
-    """(out, residuals): the forward under differentiation. Raises NotImplementedError if x has 8 bits.
+    return forward(call, inputs, measures=False)[:2]
 
-    residuals: (the inputs, with x, bias and residual replaced by a scalar of their dtype, and without x_scale; x's
-    transpose, quantised, or None with weights of 8 bits; the MatmulResult without out, for the derivative of the
-    epilogue).
+
+class Forward(NamedTuple):
+    """The results of a forward under differentiation.
+
+    residuals: (the inputs, with arrays replaced by a scalar of their dtype, and without scales; the Operands; the
+    MatmulResult without out, for the derivative of the epilogue). largest: the largest finite magnitudes of x, of w,
+    and of w_up if there is one, float32 []; () if they were not asked for.
+    """
+
+    out: jax.Array
+    residuals: tuple[MatmulInputs, "Operands", MatmulResult]
+    largest: tuple[jax.Array, ...]
+
+
+def forward(call: PlannedCall, inputs: MatmulInputs, *, measures: bool) -> Forward:
+    """The forward under differentiation. Raises NotImplementedError if x has 8 bits.
+
+    measures: whether the result has `largest`, which needs scaling="tensor" and unquantized arrays.
     """
     if inputs.x.dtype in DTYPES:
         raise NotImplementedError(
             "matmul: arrays of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
         )
     saves = call.options.activation is not None or inputs.w_up is not None
+    largest: tuple[jax.Array, ...] = ()
     if _has_frozen_weights(inputs):
-        x, x_of_columns = _operand(inputs.x, inputs.x_scale, call.options.scaling), None
+        x, x_of_columns = operand(inputs.x, inputs.x_scale, call.options.scaling), None
     else:
-        x, x_of_columns = both_ways(call, inputs.x, inputs.x_scale)
-    result = _run(call, inputs._replace(x=x.values, x_scale=x.scale), saves=saves)
-    token = lambda y: None if y is None else y.dtype.type(0)  # shows that the array existed, and its dtype
-    kept = inputs._replace(x=token(inputs.x), x_scale=None, bias=token(inputs.bias), residual=token(inputs.residual))
-    return result.out, (kept, x_of_columns, result._replace(out=None))  # type: ignore[arg-type]
+        x, x_of_columns, *largest_x = rounded_both_ways(call, inputs.x, inputs.x_scale, measures=measures)
+        largest = tuple(largest_x)
+    pairs = [(inputs.w, inputs.w_scale), (inputs.w_up, inputs.w_up_scale)]
+    weights = weights_both_ways(call, pairs[: 1 if inputs.w_up is None else 2], measures=measures)
+    w, *others = weights.forward
+    result = of_quantized(call, inputs, x, w, others[0] if others else None, saves=saves)
+    operands = Operands(x=x_of_columns, weights=weights.of_dx).named()
+    saved = jax.tree.map(lambda y: checkpoint_name(y, RESIDUALS[1]), result._replace(out=None))  # type: ignore[arg-type]
+    tokens = inputs._replace(x_scale=None, w_scale=None, w_up_scale=None)
+    residuals = jax.tree.map(lambda y: y.dtype.type(0), tokens), operands, saved
+    return Forward(out=result.out, residuals=residuals, largest=(*largest, *weights.largest))
 
 
 @under_defaults
-def _backward(call, residuals, dout):
+def backward(call: PlannedCall, residuals: Any, dout: jax.Array) -> tuple[MatmulInputs]:
     """(MatmulInputs of the gradients,), by 8-bit matmuls of the rounded cotangent."""
-    inputs, x_of_columns, saved = residuals
-    dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
-    dz, dup = (None if y is None else y.astype(dout.dtype) for y in (dz, dup))
-    dbias = None
+    inputs, operands, saved = residuals
+    found = _cotangents(call, saved, dout)
+    dz, dbias = found.z, None
     if inputs.bias is not None:
         dz = lax.optimization_barrier(dz)  # without it XLA writes dz in float32 for the sum and reads it again
         dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
-    gradients = functools.partial(_product_gradients, call, x_of_columns)
-    dx, dw = gradients(inputs.w, inputs.w_scale, dz, inputs.x.dtype if dup is None else jnp.float32)
-    dw_up = None
-    if dup is not None:
-        dx_up, dw_up = gradients(inputs.w_up, inputs.w_up_scale, dup, jnp.float32)
-        dx = (dx + dx_up).astype(inputs.x.dtype)
+    factors = [Factor(dz=dz, scale=found.z_scale, dtype=inputs.w.dtype)]
+    if found.up is not None:
+        factors.append(Factor(dz=found.up, scale=found.up_scale, dtype=inputs.w_up.dtype))
+    dx, (dw, *others) = product_gradients(call, operands, factors, inputs.x.dtype)
     dresidual = None if inputs.residual is None else dout
-    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)  # type: ignore[arg-type]
+    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=others[0] if others else None),)  # type: ignore[arg-type]
 
 
-def _product_gradients(
-    call: PlannedCall, x_of_columns: QuantizedArray | None, w: Any, w_scale: Any, dz: Any, dtype: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """(dx = dz wᵀ in `dtype`, dw = xᵀ dz in w's shape and dtype), by 8-bit matmuls.
+class _Cotangents(NamedTuple):
+    """The cotangents of x @ w + bias and of x @ w_up, like dout, and the scales to round them with.
 
-    x_of_columns: x's transpose [K, ...], quantised for the sum over x's outer axes; None for no dw. w, w_scale: the
-    weights, [K, N] or [N, K] with the call's transpose_w, and their scale, as the caller gave them. dz: the cotangent
-    of x @ w, [..., N]; it is rounded to e5m2.
+    up is None without a gate. A scale is None if it is still to be computed.
     """
-    if x_of_columns is None:
-        dz_of_rows = _of_rows(dz, None, call.options.scaling, "e5m2")
-        return _product(call, dz_of_rows, _of_dx(w, w_scale, call.options), dtype), None
-    dz_of_rows, dz_of_columns = both_ways(call, dz, format="e5m2")
-    dx = _product(call, dz_of_rows, _of_dx(w, w_scale, call.options), dtype)
-    of_dw = (dz_of_columns, x_of_columns) if call.options.transpose_w else (x_of_columns, dz_of_columns)
-    return dx, _product(call, *of_dw, w.dtype)
+
+    z: jax.Array
+    up: jax.Array | None
+    z_scale: jax.Array | None = None
+    up_scale: jax.Array | None = None
 
 
-def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
-    """The weights as [K, N], quantised for dz wᵀ, a sum over N.
-
-    w: [K, N], or [N, K] with options.transpose_w. scale: the caller's scale of w, or None to compute one. With
-    scaling="row" it is not used for values of 16 or 32 bits: its values belong to columns of w. Weights of 8 bits are
-    then rounded again, and else keep their values.
-    """
-    if w.dtype in DTYPES and options.scaling == "row":
-        known = QuantizedArray(values=w, scale=scale, scaling="row", axis=-1 if options.transpose_w else -2)
-        w = dequantize(known, jnp.bfloat16)
-    if options.scaling == "row":
-        scale = None
-    elif options.scaling == "block" and scale is not None and options.transpose_w:
-        scale = scale.T
-    turned = w.T if options.transpose_w else w
-    if w.dtype in DTYPES:
-        return _operand(turned, scale, options.scaling)
-    return quantize(turned, scaling=options.scaling, scale=scale)
+def _cotangents(call: PlannedCall, saved: MatmulResult, dout: jax.Array) -> _Cotangents:
+    """The cotangents before the epilogue. saved: the forward's preactivation and up, or None. dout: of out."""
+    if saved.preactivation is not None and saved.up is not None and _has_gated_kernel(call, dout):
+        options = dataclasses.replace(call.options, derivative=derivative_of(call.options.activation))
+        found = gated_gradients(dout, saved.preactivation, saved.up, options, interpret=call.interpret)
+        z_scale, up_scale = (scale_of(x, jnp.float8_e5m2) for x in (found.largest_z, found.largest_up))
+        return _Cotangents(z=found.z, up=found.up, z_scale=z_scale, up_scale=up_scale)
+    dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
+    return _Cotangents(*(None if y is None else y.astype(dout.dtype) for y in (dz, dup)))  # type: ignore[arg-type]
 
 
-def both_ways(
-    call: PlannedCall, x: jax.Array, scale: Any = None, format: str = "e4m3"
-) -> tuple[QuantizedArray, QuantizedArray]:
-    """(x [..., N] quantised, its transpose [N, ...] quantised): for a sum over N, and for a sum over the other axes.
-
-    format: "e4m3" or "e5m2". scale: x's scale, or None to compute one. With scaling="row" the transpose always gets
-    scales of its own, one for each of its rows. Both are rounded by one kernel on GPUs if the call runs by kernels.
-    """
-    scaling, of_transpose = call.options.scaling, scale
-    if not _has_kernel(call, x, scale):
-        return _of_rows(x, scale, scaling, format), _of_columns(x, scale, scaling, format)
-    dtype = jnp.dtype(FORMATS[format])
-    kernel = both_ways_of_outer(functools.partial(passes.both_ways, dtype=dtype, interpret=call.interpret), scaling)
-    if scaling == "block":
-        found = kernel(x, None)
-        assert found.scale is not None
-        scale, of_transpose = found.scale, jnp.moveaxis(found.scale, -1, 0)
-    else:
-        scale = quantization_scale(x, dtype, scaling, -1) if scale is None else scale
-        outer = tuple(range(x.ndim - 1))
-        of_transpose = quantization_scale(x, dtype, scaling, outer) if scaling == "row" else scale
-        found = kernel(x, (passes.reciprocal(scale), passes.reciprocal(of_transpose)))
-    return (
-        QuantizedArray(values=found.values, scale=scale, scaling=scaling),
-        QuantizedArray(values=found.transposed, scale=of_transpose, scaling=scaling),
-    )
-
-
-def _of_rows(x: jax.Array, scale: Any, scaling: Any, format: str) -> QuantizedArray:
-    """x [..., N] quantised, for a sum over N. With scaling="block", 128 rows x 128 columns share a scale.
-
-    The rows are counted through all outer axes. 128 consecutive rows must be a range along each of these axes, which
-    `run` sees to. format: "e4m3" or "e5m2". scale: the scale of x; None computes it.
-    """
-    if scaling != "block":
-        return quantize(x, format, scaling=scaling, scale=scale)
-    return quantize_blocks(x, format, (*sizes_of(x.shape[:-1]), BLOCK), scale)
-
-
-def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> QuantizedArray:
-    """The transpose [N, ...] of x [..., N] quantised, for a sum over x's other axes.
-
-    With scaling="row", each of its N rows gets a new scale. Else scale is x's, or None to compute it.
-    """
-    if scaling == "row":
-        return quantize_columns(x, format)
-    if scaling != "block":
-        return quantize(jnp.moveaxis(x, -1, 0), format, scaling=scaling, scale=scale)
-    scale = None if scale is None else jnp.moveaxis(scale, -1, 0)
-    return quantize_blocks(jnp.moveaxis(x, -1, 0), format, (BLOCK, *sizes_of(x.shape[:-1])), scale)
-
-
-def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
-    """Whether one kernel can round x and its transpose together.
-
-    It can if this JAX has Pallas-Triton, the call runs by kernels, x is not empty, its 8-bit values are not an array of
-    2 to 4 GiB, which Triton cannot address, and no scale is given with scaling="block".
-    """
-    if not backend.AVAILABLE:
+def _has_gated_kernel(call: PlannedCall, dout: jax.Array) -> bool:
+    """Whether one kernel can compute the cotangents of a gated unit and their magnitudes, from which scales follow."""
+    options = call.options
+    if options.scaling != "tensor" or str(dout.dtype) != options.out_dtype or is_partitioned():
         return False
-    if call.implementation == "xla" or 0 in x.shape or (call.options.scaling == "block" and scale is not None):
-        return False
-    return reaches(x.size, itemsize=1)  # the size of the values that the kernel stores
+    return has_kernel(call, dout, None) and not_for_triton(options.activation) is None
 
 
 def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
@@ -354,12 +319,12 @@ def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
         return known if is_known else known + (x - lax.stop_gradient(x))
 
     fixed = jax.tree.map(lax.stop_gradient, inputs)
-    x = rounded(inputs.x, _operand(fixed.x, fixed.x_scale, call.options.scaling))
+    x = rounded(inputs.x, operand(fixed.x, fixed.x_scale, call.options.scaling))
     weights = (inputs.w, fixed.w, fixed.w_scale), (inputs.w_up, fixed.w_up, fixed.w_up_scale)
     w, w_up = (
         cast(Any, None)
         if given is None
-        else rounded(given if call.options.transpose_w else given.T, _summed_last(known, scale, call.options))
+        else rounded(given if call.options.transpose_w else given.T, summed_last(known, scale, call.options))
         for given, known, scale in weights
     )
     options = dataclasses.replace(call.options, transpose_w=True, scaling=None, precision="fp32")
@@ -367,8 +332,8 @@ def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     return IMPLEMENTATIONS["xla"].forward(given, options, config=None, interpret=call.interpret).out
 
 
-_by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
-_by_kernels.defvjp(_forward, _backward)
+_by_kernels = jax.custom_vjp(rounded_matmul, nondiff_argnums=(0,))
+_by_kernels.defvjp(_forward, backward)
 
 
 def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array) -> tuple[MatmulInputs]:
@@ -377,16 +342,4 @@ def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array
     return (found._replace(x_scale=None, w_scale=None, w_up_scale=None),)
 
 
-_plain = straight_through(_out, _forward, _backward, _straight_through, _straight_gradients)
-
-
-def _product(call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:
-    """x @ wᵀ of two quantised arrays, x [..., K] and w [N, K], where K may be several axes. Returns [..., N].
-
-    It runs by the call's implementation if it supports the shapes, else by XLA. out_dtype: of the result.
-    """
-    options = MatmulOptions(out_dtype=str(jnp.dtype(out_dtype)), transpose_w=True, scaling=call.options.scaling)
-    inputs = MatmulInputs(x=x.values, w=w.values, x_scale=x.scale, w_scale=w.scale)
-    request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x.values))
-    serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
-    return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs).out
+_plain = straight_through(rounded_matmul, _forward, backward, _straight_through, _straight_gradients)

@@ -83,7 +83,8 @@ def both_ways_of_outer(function: Callable[..., Any], scaling: str) -> Callable[.
         scale = found.scale
         if scale is not None:
             scale = scale.reshape(counts(x.shape, (*sizes_of(outer), BLOCK)))
-        return BothWays(found.values.reshape(x.shape), found.transposed.reshape(columns, *outer), scale)
+        transposed = found.transposed.reshape(columns, *outer)
+        return BothWays(found.values.reshape(x.shape), transposed, scale, found.largest)
 
     def run(x: jax.Array, factors: Any) -> BothWays:
         if x.size <= jax.device_count():  # for the kernel, factors of one row or column look like a tensor's

@@ -1,5 +1,6 @@
 """Delayed scaling of 8-bit matmuls in Flax: the history, its scales, and training with it."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,6 +13,8 @@ from flax import nnx
 
 from jax_kernels import gated_matmul, matmul
 from jax_kernels.models import AmaxHistory, GatedMLP, Linear
+from jax_kernels.models.layers.linear import shared_projections
+from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS
 
 SIZES = jnp.array([1, 2, 4, 7, 11])[:, None, None]
 XS = SIZES * jnp.asarray(np.random.default_rng(0).standard_normal((5, 6, 24)), jnp.float32)
@@ -192,3 +195,33 @@ def test_learns_as_well_as_bfloat16():
     leaves = [np.asarray(x) for x in jax.tree.leaves(histories)]
     assert len(leaves) == 8
     assert all((x > 0).all() for x in leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.triton
+def test_kernels_record_the_same_histories(monkeypatch):
+    """The kernels that round an array find its magnitude: histories and results of a GatedMLP and of projections."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    monkeypatch.setitem(IMPLEMENTATIONS, "mosaic_gpu", dataclasses.replace(IMPLEMENTATIONS["xla"], name="mosaic_gpu"))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 128, 128)), jnp.bfloat16)
+    found = []
+    for implementation in ("mosaic_gpu", "xla"):
+        options = {"precision": "fp8", "fp8_scaling": "delayed", "amax_history_length": 2, "dtype": jnp.bfloat16}
+        options |= {"implementation": implementation, "rngs": nnx.Rngs(0)}
+        mlp, q, k = GatedMLP(128, 128, **options), *(Linear(128, 128, use_bias=False, **options) for _ in range(2))
+
+        def loss(modules, x):
+            mlp, q, k = modules
+            one, two = shared_projections((q, k), x)
+            return jnp.sin(mlp(one * two, residual=x).astype(jnp.float32)).sum()
+
+        modules = nnx.List([mlp, q, k])
+        steps = [nnx.value_and_grad(loss)(modules, x) for _ in range(2)]
+        found.append(([value for value, _ in steps], steps[-1][1], nnx.state(modules, AmaxHistory)))
+    (values, gradients, histories), (of_plain, plain, wanted) = found
+    np.testing.assert_allclose(values, of_plain, rtol=0.02)
+    for a, b in zip(jax.tree.leaves(histories), jax.tree.leaves(wanted), strict=True):
+        assert (a > 0).all()
+        np.testing.assert_allclose(a, b, rtol=0.02)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
+        assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(b)

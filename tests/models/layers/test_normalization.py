@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_kernels import models
+from jax_kernels.models.layers.normalization import with_input
 
 MODULES = {"layer_norm": (models.LayerNorm, nnx.LayerNorm), "rms_norm": (models.RMSNorm, nnx.RMSNorm)}
 SHAPE = (3, 5, 40)
@@ -116,3 +117,22 @@ def test_kernels_run(name, monkeypatch):
     program = str(jax.make_jaxpr(lambda x: mine(x))(x))
     assert "norm_forward_triton" in program
     np.testing.assert_allclose(mine(x), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_with_input_adds_the_cotangents_of_x(implementation, monkeypatch):
+    """(norm(x), x): the gradients of a residual branch, also of x in another dtype than the norm's."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    for options in ({}, {"dtype": jnp.bfloat16}):
+        init = {"scale_init": nnx.initializers.normal(1.0)}
+        module = models.RMSNorm(SHAPE[-1], rngs=nnx.Rngs(0), implementation=implementation, **init | options)
+        x = inputs("float32")
+
+        def loss(module, x, pair):
+            normed, same = pair(module, x)
+            return (jnp.sin(normed.astype(jnp.float32)) + jnp.cos(3 * same)).sum()
+
+        got, want = (nnx.grad(loss, argnums=(0, 1))(module, x, pair) for pair in (with_input, lambda f, x: (f(x), x)))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)

@@ -114,6 +114,24 @@ def test_checkpoints_keep_the_histories(tmp_path):
     other.close()
 
 
+def test_older_checkpoints_with_moments_of_histories(tmp_path):
+    """An older optimizer's state had moments of the histories: they are dropped."""
+    trainer, _ = trained(1, optax.adamw(1e-2), folder=tmp_path)
+    assert not jax.tree.leaves(nnx.filter_state(trainer.state["optimizer"][0].mu, AmaxHistory))
+    older = optax.adamw(1e-2).init(trainer.state["params"])
+    assert jax.tree.leaves(nnx.filter_state(older[0].mu, AmaxHistory))
+    moments, trainer.state["optimizer"] = trainer.state["optimizer"], older
+    trainer.save()
+    trainer.close()
+    other = Trainer(CONFIG, optax.adamw(1e-2), folder=tmp_path, seed=3)
+    other.restore()
+    assert jax.tree.structure(other.state["optimizer"]) == jax.tree.structure(moments)
+    want = histories_of(trainer.model)
+    assert all(np.array_equal(x, want[name]) for name, x in histories_of(other.model).items())
+    other.train(BATCH)
+    other.close()
+
+
 @pytest.mark.slow
 def test_a_skipped_step_keeps_the_histories():
     trainer = Trainer(dataclasses.replace(CONFIG, dtype="float16"), optax.sgd(1e-2), loss_scale=2.0**24)

@@ -63,3 +63,20 @@ def test_learns_as_well_as_bfloat16():
     assert want < 0.6 * first
     assert got != want
     assert abs(got - want) < 0.02 * want
+
+
+def test_the_policy_products_computes_nothing_twice():
+    """The backward has as many matmuls and norms as without rematerialisation, but for attention's two by XLA."""
+    by_xla = dict.fromkeys(("mlp_implementation", "projection_implementation"), "xla")
+
+    def operations(remat):
+        config = TransformerConfig(**vars(CONFIG) | {"precision": "fp8", "remat": remat} | by_xla)
+        graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+        tokens = jax.ShapeDtypeStruct((2, LENGTH), np.int32)
+        loss = lambda params, tokens: nnx.merge(graphdef, params).losses(tokens, tokens, reduction="mean")
+        program = str(jax.make_jaxpr(jax.grad(loss))(params, tokens))
+        return {name: program.count(f" {name}[") + program.count(f" {name} ") for name in ("dot_general", "rsqrt")}
+
+    kept = operations(False)
+    assert operations("products") == kept | {"dot_general": kept["dot_general"] + 2}
+    assert operations(True)["dot_general"] > kept["dot_general"] + 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_kernels.dispatch import on_device
-from jax_kernels.pallas.matmul.passes.quantize_with_transpose import both_ways, reciprocal
+from jax_kernels.pallas.matmul.passes.quantize_with_transpose import both_ways, joined_both_ways, reciprocal
 from jax_kernels.quantization import FORMATS, quantize
 from tests.support.cases import tiers
 from tests.tools import compile_case
@@ -68,12 +68,33 @@ def test_given_scales_and_zeros():
         check(jnp.zeros((65, 3)), "e4m3", scaling, interpret=True)
 
 
+def test_largest_finite_magnitude():
+    for factors in (None, (jnp.ones(1), jnp.ones(1))):
+        for shape in ((130, 260), (256, 128)):
+            x = normal(*shape)
+            bad = x.at[0, 0].set(jnp.inf).at[1, 1].set(jnp.nan)
+            run = lambda x, factors=factors: both_ways(x, factors, jnp.float8_e4m3fn, measures=True, interpret=True)
+            assert float(run(x).largest) == float(jnp.abs(x).max())
+            assert float(run(bad).largest) == float(jnp.abs(jnp.where(jnp.isfinite(bad), bad, 0)).max())
+
+
+def test_joined():
+    """Matrices side by side: the bits of both_ways of each."""
+    xs = [normal(130, width, seed=width) for width in (256, 128, 384)]
+    factors = [jnp.full(1, factor, jnp.float32) for factor in (1.0, 30.0, 1000.0)]
+    got = joined_both_ways(xs, factors, jnp.float8_e5m2, interpret=True)
+    want = [both_ways(x, (of, of), jnp.float8_e5m2, interpret=True) for x, of in zip(xs, factors, strict=True)]
+    values = jnp.concatenate([one.values for one in want], axis=1)
+    for a, b in ((got.values, values), *zip(got.transposed, [one.transposed for one in want], strict=True)):
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
 def test_vmap():
     x = jnp.stack([normal(33, 20, seed=seed) for seed in range(3)])
     got = jax.vmap(lambda x: both_ways(x, None, jnp.float8_e4m3fn, interpret=True))(x)
     for i in range(3):
         want = both_ways(x[i], None, jnp.float8_e4m3fn, interpret=True)
-        for a, b in zip(got, want, strict=True):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(a[i].astype(jnp.float32), b.astype(jnp.float32))
 
 
