@@ -1,12 +1,14 @@
 """Operations on registers that Pallas does not have."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
 
@@ -195,3 +197,14 @@ def kept(x, layout):
         return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return keep(x)
+
+
+def store_narrow(gmem: Ref, index: Any, values: jax.Array) -> None:
+    """gmem[index] = values, of any width.
+
+    From JAX 0.12 on, an assignment raises an error if it writes parts of 32-byte sectors of device memory.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(gmem.at[index], values, optimized=False)
+    else:
+        gmem[index] = values

@@ -16,7 +16,7 @@ from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import cluster_barrier, count_up, group_barrier
 from jax_kernels.pallas.mosaic.launch import CLUSTER
 from jax_kernels.pallas.mosaic.layouts import RegisterLayout
-from jax_kernels.pallas.mosaic.registers import as_float32, kept
+from jax_kernels.pallas.mosaic.registers import as_float32, kept, store_narrow
 from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 from jax_kernels.pallas.normalization.sm90 import cluster
 from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, LINES, PARTS, WARPS, Traits
@@ -316,7 +316,7 @@ class Warpgroup:
         gmem: a ref in device memory with one value per row. numbers: a scalar for a block of one row, otherwise [4].
         """
         if not self.traits.is_split:
-            gmem[self.parts(row_block.index)] = numbers
+            store_narrow(gmem, self.parts(row_block.index), numbers)
             return
 
         @pl.when(self.member == 0 if self.traits.cluster == 1 else self._first_part == 0)
