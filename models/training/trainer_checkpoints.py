@@ -183,8 +183,9 @@ class TrainerCheckpoints:
         return state if self._first_scale is None else state | {"loss_scale": scaling}
 
     def _moments_with_histories(self) -> Any:
-        """The shapes of the optimizer's state in older checkpoints, which had moments of AmaxHistories; None for a model
-        without histories.
+        """The shapes of the optimizer's state in older checkpoints, which had moments of AmaxHistories.
+
+        None for a model without histories.
         """
         params = self.state["params"]
         if not jax.tree.leaves(nnx.filter_state(params, AmaxHistory)):
