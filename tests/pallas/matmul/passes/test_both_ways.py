@@ -21,6 +21,10 @@ SCALINGS = "tensor", "row", "block"
 QUICK = [((63, 65), "row"), ((300, 131), "tensor"), ((300, 131), "block"), ((1, 1000), "row"), ((1, 1), "block")]
 
 
+def largest(x):
+    return float(jnp.abs(x).max())
+
+
 def normal(*shape, dtype=jnp.bfloat16, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, dtype) * 3
 
@@ -78,12 +82,17 @@ def test_largest_finite_magnitude():
             assert float(run(bad).largest) == float(jnp.abs(jnp.where(jnp.isfinite(bad), bad, 0)).max())
 
 
-def test_joined():
-    """Matrices side by side: the bits of both_ways of each."""
+@pytest.mark.parametrize(
+    "interpret", [pytest.param(True, id="interpreted"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
+)
+def test_joined(interpret):
+    """Matrices side by side: the bits and magnitudes of both_ways of each."""
     xs = [normal(130, width, seed=width) for width in (256, 128, 384)]
     factors = [jnp.full(1, factor, jnp.float32) for factor in (1.0, 30.0, 1000.0)]
-    got = joined_both_ways(xs, factors, jnp.float8_e5m2, interpret=True)
-    want = [both_ways(x, (of, of), jnp.float8_e5m2, interpret=True) for x, of in zip(xs, factors, strict=True)]
+    options = {"measures": True, "interpret": interpret}
+    got = joined_both_ways(xs, factors, jnp.float8_e5m2, **options)
+    want = [both_ways(x, (of, of), jnp.float8_e5m2, **options) for x, of in zip(xs, factors, strict=True)]
+    assert [float(x) for x in got.largest] == [float(one.largest) for one in want] == [largest(x) for x in xs]
     values = jnp.concatenate([one.values for one in want], axis=1)
     for a, b in ((got.values, values), *zip(got.transposed, [one.transposed for one in want], strict=True)):
         np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
