@@ -1,5 +1,7 @@
 """Sizes of Triton's tensors and grids, and masks of the valid values of a tensor."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,6 +40,14 @@ def fit(block: int, length: int) -> int:
 def iota(size: int) -> jax.Array:
     """int32 [size]: 0, 1, 2, ..."""
     return lax.broadcasted_iota(jnp.int32, (size,), 0)
+
+
+def masked_slice(start: Index, size: int) -> Any:
+    """pl.ds(start, size) for an access with a mask, which may pass the end of the array.
+
+    The start is traced: from JAX 0.12 on, a constant slice that passes the end raises an error.
+    """
+    return pl.ds(start + 0 * pl.program_id(0), size)
 
 
 def row_mask(start: Index, rows: int, length: Index | None, block: int | None = None) -> jax.Array | None:

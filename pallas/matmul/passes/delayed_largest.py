@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from jax_kernels.pallas.triton.backend import plgpu
-from jax_kernels.pallas.triton.tensors import iota, padded
+from jax_kernels.pallas.triton.tensors import iota, masked_slice, padded
 from jax_kernels.pallas.varying import result_types
 
 __all__ = ["delayed_largest"]
@@ -30,7 +30,7 @@ def delayed_largest(
 
     def kernel(history_ref, x_ref, out_ref):
         first, held = pl.program_id(0), iota(padded(length))
-        past = plgpu.load(history_ref.at[pl.ds(0, padded(length))], mask=held < length, other=0).max(axis=0)
+        past = plgpu.load(history_ref.at[masked_slice(0, padded(length))], mask=held < length, other=0).max(axis=0)
         plgpu.store(out_ref.at[first], past)
 
         def widen(i, largest):

@@ -23,6 +23,7 @@ from jax_kernels.pallas.block_specs.normalization_specs import NormBackwardTrito
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.normalization.triton.rows import Refs, Tile, Traits, chunk_loop
 from jax_kernels.pallas.triton.backend import plgpu
+from jax_kernels.pallas.triton.tensors import masked_slice
 from jax_kernels.pallas.varying import result_types
 
 
@@ -161,7 +162,7 @@ def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 def _store_sums(ref: Ref, traits: Traits, program: Index, column: Index, sums: jax.Array) -> None:
     """Adds sums [block_rows, chunk] over the rows, and stores the result in ref[program], from `column` on."""
     exists = Tile(traits=traits, row=0, column=column).column_exists
-    plgpu.store(ref.at[program, pl.ds(column, traits.chunk)], sums.sum(axis=0), mask=exists)
+    plgpu.store(ref.at[program, masked_slice(column, traits.chunk)], sums.sum(axis=0), mask=exists)
 
 
 def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:

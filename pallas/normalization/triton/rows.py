@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax_kernels.inputs.normalization import NormInputs, NormOptions
 from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.triton.backend import plgpu
-from jax_kernels.pallas.triton.tensors import iota, padded
+from jax_kernels.pallas.triton.tensors import iota, masked_slice, padded
 
 
 class Refs(NamedTuple):
@@ -97,7 +97,8 @@ class Tile(NamedTuple):
         return jnp.broadcast_to(mask, (self.traits.block_rows, self.traits.chunk))
 
     def _view(self, ref: Ref) -> Ref:
-        return ref.at[pl.ds(self.row, self.traits.block_rows), pl.ds(self.column, self.traits.chunk)]
+        rows, columns = self.traits.block_rows, self.traits.chunk
+        return ref.at[masked_slice(self.row, rows), masked_slice(self.column, columns)]
 
     def load(self, ref: Ref) -> jax.Array:
         """Loads the block of an array [rows, columns]: [block_rows, chunk] in its dtype, with 0 outside the array."""
@@ -109,16 +110,16 @@ class Tile(NamedTuple):
 
     def load_numbers(self, ref: Ref) -> jax.Array:
         """Loads the block's rows of a float32 array [rows], as [block_rows, 1], with 0 past the end."""
-        view = ref.at[pl.ds(self.row, self.traits.block_rows)]
+        view = ref.at[masked_slice(self.row, self.traits.block_rows)]
         return plgpu.load(view, mask=self.row_exists, other=0)[:, None]
 
     def store_numbers(self, ref: Ref, x: jax.Array) -> None:
         """Stores x, [block_rows], as the block's rows of an array [rows]."""
-        plgpu.store(ref.at[pl.ds(self.row, self.traits.block_rows)], x, mask=self.row_exists)
+        plgpu.store(ref.at[masked_slice(self.row, self.traits.block_rows)], x, mask=self.row_exists)
 
     def load_columns(self, ref: Ref) -> jax.Array:
         """Loads the block's columns of an array [columns], as [1, chunk] float32, with 0 past the end."""
-        view = ref.at[pl.ds(self.column, self.traits.chunk)]
+        view = ref.at[masked_slice(self.column, self.traits.chunk)]
         return plgpu.load(view, mask=self.column_exists, other=0).astype(jnp.float32)[None]
 
     def inputs(self, refs: Refs) -> jax.Array:
