@@ -132,7 +132,21 @@ def prepare(
         return call, arrays
     found = predictions(arrangement, arrays, len(call.steps), row.costs, is_free=sends_ahead is None)
     strategy, differentiated = chosen(strategy, arrangement, arrays, found)
+    if {strategy, differentiated} == {"ring"} and devices > 2 and ids is not None and all_ids is None:
+        arrays = _with_all_ids(arrays, axis_name)
     return dataclasses.replace(call, strategy=strategy, differentiated=differentiated, predictions=found), arrays
+
+
+def _with_all_ids(arrays: RingArrays, axis_name: Any) -> RingArrays:
+    """The arrays with the ids of all devices. Otherwise each step of a ring sends ids by a permute of its own, which
+    XLA does not overlap with a kernel.
+
+    The device's own ids come from the result too, so that the first step waits for it, and keys are sent behind it.
+    """
+    ids = arrays.segment_ids
+    all_ids = lax.all_gather(ids, axis_name, axis=1, tiled=True)
+    own = lax.dynamic_slice_in_dim(all_ids, lax.axis_index(axis_name) * ids.shape[1], ids.shape[1], 1)
+    return arrays._replace(segment_ids=own, all_ids=all_ids)
 
 
 def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:

@@ -197,7 +197,7 @@ class Step:
 
     def _key_ids(self, visitors: Visitors) -> Any:
         """int32 [B, S']: the segment ids of the step's keys, or None."""
-        if self.all_ids is None:
+        if self.all_ids is None or visitors.segment_ids is not None:
             return visitors.segment_ids
         first = self.layout.source(self.number, self.index) * self.layout.length
         return lax.dynamic_slice_in_dim(self.all_ids, first, visitors.pair.key.shape[1], 1)
@@ -216,7 +216,7 @@ class Step:
             whole = Whole(q_offset=offsets, is_causal=is_causal, window=window)
         of_keys = Visitors(
             Pair(tuple(_joined(layout, pairs, "key", x) for x in (visitors.pair.key, visitors.pair.value))),
-            join(visitors.segment_ids, "key"),
+            join(self._key_ids(visitors), "key"),
         )
         return pairs, *self._prepared(join(self.query, "query"), of_keys, join(self.q_ids, "query"), whole)
 

@@ -229,7 +229,7 @@ def _all_gradients(call: RingCall, arrays: RingArrays, backward: BackwardInputs)
     (query, key, value, ids), backward = lax.optimization_barrier((arrays[:4], backward))
     arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
     numbers, visitors = call.steps, Visitors(Pair((key, value)), ids)
-    sendable: Any = Visitors(Pair.of(key, value), ids)
+    sendable: Any = Visitors(Pair.of(key, value), None if arrays.all_ids is not None else ids)
     coming: list[Any] = []
     dquery = jnp.zeros_like(query, jnp.float32)
     sums = () if mod is None else mod.zeros(of_arrays=True)

@@ -69,7 +69,7 @@ def for_h100s():
         config = compile_case.target_config(info)
         devices = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x4x1").devices
         mesh, device = Mesh(np.array(devices).reshape(2, 2), ("data", "sequence")), compile_case.abstract_device(info)
-        # With a device of which Mosaic can read the compute capability.
+        # With a device whose compute capability Mosaic can read.
         mesh.__dict__["abstract_mesh"] = AbstractMesh(
             mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device
         )
