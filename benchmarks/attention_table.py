@@ -11,7 +11,9 @@ Most of the time is compilation, on the host. Several processes share it, and ta
     export BENCHMARK_LOCK=/tmp/gpu.lock
     for i in 1 2 3 4; do PYTHONPATH=. python benchmarks/attention_table.py --part $i/4 --output table.json & done; wait
 
-Rows of other processes in --output are kept. With `--summary FILE` nothing is timed: the table of a file is printed.
+FlashAttention-4 compiles its backward for about a minute. Rows of other processes in --output are kept. With
+`--summary FILE` nothing is timed: the table of a file is printed.
+
 The exit status is 1 if a contender failed, or was skipped because the budget was spent.
 """
 
@@ -22,7 +24,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ from harness.process import prepare_process, refuse, say
 from harness.side_by_side import gpu_alone
 from harness.table_cases import CASES, PEERS, TableCase, build, input_sets, oracle
 from harness.timers import choose_timer, close
-from harness.timing import alternate, skipped, speed_ratio, spread
+from harness.timing import Contender, alternate, skipped, speed_ratio, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -60,30 +62,37 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def measure(case: TableCase, args: argparse.Namespace, timer: Any, deadline: float) -> list[dict[str, Any]]:
-    """The rows of a case, one for each mode."""
+def measure(case: TableCase, args: argparse.Namespace, timer: Any, deadline: float) -> Iterator[dict[str, Any]]:
+    """The rows of a case, one for each mode, each when it is done."""
     sets = input_sets(case)
     wanted = oracle(case, sets[0])
-    rows = []
     for mode in args.mode:
-        names = ("ours", *args.peers)
         late = time.monotonic() > deadline
+        names = ("ours", *args.peers)
         contenders = [skipped(name, "") if late else build(name, case, mode, sets, wanted) for name in names]
         alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline)
-        row: dict[str, Any] = dataclasses.asdict(case) | {"name": f"{case.label} {mode}", "mode": mode}
-        row["contenders"] = {contender.name: contender.findings for contender in contenders}
-        times = {contender.name: contender.times for contender in contenders if contender.times}
-        for name, readings in times.items():
-            row["contenders"][name]["tflops"] = case.flops(mode) / spread(readings)["median"] / 1e9
-        peers = {name: spread(readings)["median"] for name, readings in times.items() if name != "ours"}
-        if "ours" in times and peers:
-            row["best_peer"] = min(peers, key=lambda name: peers[name])
-            row["ratio"] = speed_ratio(times["ours"], times[row["best_peer"]])
-        figures = [f"{name} {row['contenders'][name]['tflops']:.0f}" for name in times]
-        reasons = [f"{c.name}: {c.status}: {c.reason}" for c in contenders if c.status not in ("ok", "unavailable")]
-        say(f"{row['name']}: {', '.join(figures)} TFLOP/s, ratio {row.get('ratio', math.nan):.3f} {'; '.join(reasons)}")
-        rows.append(row)
-    return rows
+        yield row_of(case, mode, contenders)
+
+
+def row_of(case: TableCase, mode: str, contenders: Sequence[Contender]) -> dict[str, Any]:
+    """The row of a case and a mode, which is also printed."""
+    row: dict[str, Any] = dataclasses.asdict(case) | {"name": f"{case.label} {mode}", "mode": mode}
+    row["contenders"] = {contender.name: contender.findings for contender in contenders}
+    times = {contender.name: contender.times for contender in contenders if contender.times}
+    for name, readings in times.items():
+        row["contenders"][name]["tflops"] = case.flops(mode) / spread(readings)["median"] / 1e9
+    peers = {name: spread(readings)["median"] for name, readings in times.items() if name != "ours"}
+    if "ours" in times and peers:
+        row["best_peer"] = min(peers, key=lambda name: peers[name])
+        row["ratio"] = speed_ratio(times["ours"], times[row["best_peer"]])
+    figures = [f"{name} {row['contenders'][name]['tflops']:.0f}" for name in times]
+    reasons = [f"{c.name}: {c.status}: {c.reason}" for c in contenders if c.status not in ("ok", "unavailable")]
+    say(f"{row['name']}: {', '.join(figures)} TFLOP/s, ratio {row.get('ratio', math.nan):.3f} {'; '.join(reasons)}")
+    return row
+
+
+def is_timed(row: dict[str, Any]) -> bool:
+    return any("median_ms" in found for found in row["contenders"].values())
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -135,8 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for case in part_of(args.cases, args.part):
         if time.monotonic() < deadline:
-            rows += measure(case, args, timer, deadline)
-            merge_rows(args.output, head, rows)
+            for row in measure(case, args, timer, deadline):
+                rows.append(row)
+                merge_rows(args.output, head, [row for row in rows if is_timed(row)])
             jax.clear_caches()
         else:
             say(f"{case.label}: the budget is spent")
