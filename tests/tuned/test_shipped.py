@@ -190,15 +190,17 @@ def _kernels(device: DeviceInfo, key: str) -> dict[str, typing.Any]:
 
 @pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.timeout(compile_case.TIMEOUT + 30)
-@pytest.mark.parametrize("name", ATTENTION)
-def test_compiled(name, monkeypatch):
-    """Kernels of attention compile. One that spills a few registers can be the fastest, with many it cannot."""
+@pytest.mark.timeout((compile_case.TIMEOUT + 30) * max(1, len(ATTENTION)))
+def test_compiled(monkeypatch):
+    """Kernels of attention compile. One that spills a few registers can be the fastest, with many it cannot.
+
+    The shipped files may have no winner of attention.
+    """
     monkeypatch.delenv("JAX_KERNELS_TUNED")
     monkeypatch.setattr(cache, "_LOADED", {})
-    stem, key = ATTENTION[name]
-    for kernel, figures in _kernels(device_info(FILES[stem]["device"]), key).items():
-        assert figures["spill_stores"] + figures["spill_loads"] <= MOST_SPILLS, kernel
+    for stem, key in ATTENTION.values():
+        for kernel, figures in _kernels(device_info(FILES[stem]["device"]), key).items():
+            assert figures["spill_stores"] + figures["spill_loads"] <= MOST_SPILLS, (key, kernel)
 
 
 def test_requests_come_back_from_keys():
