@@ -47,7 +47,7 @@ def masked_slice(start: Index, size: int) -> Any:
 
     The start is traced: from JAX 0.12 on, a constant slice that passes the end raises an error.
     """
-    return pl.ds(start + 0 * pl.program_id(0), size)
+    return pl.ds(lax.add(jnp.int32(start), jnp.int32(0)) if isinstance(start, int) else start, size)
 
 
 def row_mask(start: Index, rows: int, length: Index | None, block: int | None = None) -> jax.Array | None:

@@ -158,8 +158,8 @@ def weight_gradient(call: PlannedCall, x: Any, dz: Any, out_dtype: str | None = 
     722 for 2048 x 2048, in a training step. So XLA computes sums over as many rows or half, if it need not shard them.
     """
     rows, factors = tuple(range(dz.ndim - 1)), (dz, x) if call.options.transpose_w else (x, dz)
-    is_long = math.prod(dz.shape[:-1]) >= 8192 and x.dtype.itemsize == 2 and not is_partitioned()
-    if call.implementation == "mosaic_gpu" and is_long:
+    is_16_bit = call.implementation == "mosaic_gpu" and x.dtype.itemsize == 2
+    if is_16_bit and math.prod(dz.shape[:-1]) >= 8192 and not is_partitioned():
         dtype = jnp.dtype(out_dtype or x.dtype)
         return lax.dot_general(*factors, ((rows, rows), ((), ())), preferred_element_type=dtype)
     return product(call, *factors, transpose_x=True, out_dtype=out_dtype)
