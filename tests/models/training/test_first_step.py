@@ -60,7 +60,9 @@ def test_two_device_program_lowers_each_kernel_once(mesh):
     script = compile_case.__file__.replace("compile_case.py", "compile_step.py")
     found = json.loads(compile_case.compile_script(script, mesh, *SMALL).printed.splitlines()[-1])
     assert set(found["kernels"]) >= {"attention_forward_sm90 0", "norm_forward_sm90 1", "norm_backward_sm90 1"}
-    assert min(found["kernels"].values()) == 3, found["kernels"]
+    # The last norm's backward is the only one that adds no cotangent of a residual.
+    once = [name for name, calls in found["kernels"].items() if calls < 3]
+    assert once == ["norm_backward_sm90 0"], found["kernels"]
     # The gradients of the embedding and of the head, which is summed once, not in each iteration of its loop.
     assert sum(size == 8192 * 1024 * 4 / 1e6 for _, size, _ in found["collectives"]) == 2
     assert not any(size == 4096 * 1024 * 4 / 1e6 for _, size, _ in found["collectives"])
