@@ -9,6 +9,10 @@ and later calls launch it through the CUDA driver.
 | compile.py | compiles a JAX function for a GPU |
 | executable.py | reads the chain from the executable |
 | records.py | reads the file formats of an executable |
-| launcher.py | loads and launches a chain |
+| mosaic_launch.py | notes the launch of a compiled Mosaic kernel |
+| program_cache.py, call_key.py | keep chains on disk, by program or by call |
+| loaded_kernels.py | loads a chain's kernels, and unloads them |
+| launch_block.py | the host memory of a launch |
+| launcher.py | launches a chain |
 | dlpack_route.py | the other route: JAX runs the function |
 """

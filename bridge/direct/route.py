@@ -22,7 +22,8 @@ from jax_kernels import chunks, dispatch
 from jax_kernels.bridge.direct import call_key, dlpack_route, program_cache
 from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
 from jax_kernels.bridge.direct.compile import Target, compile_chain
-from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
+from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator
+from jax_kernels.bridge.direct.loaded_kernels import unload_dropped
 from jax_kernels.bridge.interop import dlpack
 from jax_kernels.bridge.interop.cuda_driver import driver_version
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction

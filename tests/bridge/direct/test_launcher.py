@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jax_kernels.bridge.direct import executable, launcher
+from jax_kernels.bridge.direct import executable, launcher, loaded_kernels
 from jax_kernels.bridge.direct.chain import (
     Array,
     BufferSlice,
@@ -123,7 +123,7 @@ def on_the_cpu(monkeypatch):
     own = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda x, device, *a: x if device in (GPU, GPU1) else own(x, device, *a))
     yield
-    launcher._DROPPED.clear()
+    loaded_kernels._DROPPED.clear()
 
 
 def test_steps_get_addresses_on_the_current_stream():
@@ -203,10 +203,10 @@ def test_mosaic_compiles_if_a_launch_cannot_be_used(trouble):
 
 def test_newer_mosaic_gets_the_kernel_and_the_device(monkeypatch):
     bench, seen = Bench(MOSAIC, device=GPU1), []
-    launch = launcher._MOSAIC_LAUNCH_OF_KERNEL(lambda *given: seen.append(given))
+    launch = loaded_kernels._MOSAIC_LAUNCH_OF_KERNEL(lambda *given: seen.append(given))
     compiled = (ctypes.c_void_p * 3)(0xF00, ctypes.cast(launch, ctypes.c_void_p).value, 0xF0F)
     monkeypatch.setattr(bench.mosaic, "MosaicGpuCompile", lambda module, size: compiled)
-    monkeypatch.setattr(launcher, "_TAKES_KERNEL", True)
+    monkeypatch.setattr(loaded_kernels, "_TAKES_KERNEL", True)
     loaded = bench.load()
     loaded(*bench.inputs)
     ((kernel, function, stream, _, index),) = seen
@@ -263,15 +263,15 @@ def test_modules_unload_with_their_chain():
     loaded = bench.load()
     loaded(*bench.inputs)
     bench.cuda.calls.clear()
-    launcher.unload_dropped()
+    loaded_kernels.unload_dropped()
     assert not bench.cuda.calls
     del loaded
     gc.collect()
-    launcher.unload_dropped()
+    loaded_kernels.unload_dropped()
     assert bench.cuda.calls == [("synchronize", CONTEXT), ("unload", 0x102), ("unload", 0x100)]
     assert bench.mosaic.calls[-1] == ("unload", 0xF00)
     assert bench.cuda.stack == [CONTEXT]
-    launcher.unload_dropped()
+    loaded_kernels.unload_dropped()
     assert len(bench.cuda.calls) == 3
 
 
@@ -285,7 +285,7 @@ def test_captured_chain_stays_loaded():
     bench.cuda.calls.clear()
     del loaded
     gc.collect()
-    launcher.unload_dropped()
+    loaded_kernels.unload_dropped()
     assert not bench.cuda.calls
 
 
@@ -295,7 +295,7 @@ def test_kernel_with_wrong_arguments_is_unloaded():
         bench.cuda.counts["second"] = count
         with pytest.raises(DriverError):
             bench.load()
-        launcher.unload_dropped()
+        loaded_kernels.unload_dropped()
         assert [name for name, _ in bench.cuda.calls] == ["load", "synchronize", "unload"]
         assert bench.cuda.stack == [CONTEXT]
 
