@@ -15,6 +15,7 @@ __all__ = [
     "Dims",
     "Fill",
     "Kernel",
+    "Launch",
     "LaunchChain",
     "MosaicKernel",
     "MosaicLaunch",
@@ -53,12 +54,11 @@ class Dims:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """A step that launches a compiled kernel, whose arguments are all addresses of device memory.
+class Launch:
+    """The launch of a compiled kernel, without its parameters.
 
     cubin: the compiled module, which has the kernel under `name`. grid: CTAs. block: threads in a CTA. cluster: CTAs in
-    a cluster. shared_memory: bytes of dynamic shared memory for each CTA. arguments: the ranges whose addresses are the
-    kernel's arguments, in order. zeroed: slices that are filled with zeros before the kernel runs.
+    a cluster. shared_memory: bytes of dynamic shared memory for each CTA.
     """
 
     name: str
@@ -67,6 +67,16 @@ class Kernel:
     block: Dims
     cluster: Dims
     shared_memory: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel(Launch):
+    """A step that launches a compiled kernel, whose arguments are all addresses of device memory.
+
+    arguments: the ranges whose addresses are the kernel's arguments, in order. zeroed: slices that are filled with
+    zeros before the kernel runs.
+    """
+
     arguments: tuple[BufferSlice, ...]
     zeroed: tuple[BufferSlice, ...] = ()
 
@@ -106,18 +116,12 @@ type Parameter = BufferSlice | TensorMaps | Bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MosaicLaunch:
-    """The launch of a compiled Mosaic kernel. The fields without a description are Kernel's.
+class MosaicLaunch(Launch):
+    """The launch of a compiled Mosaic kernel.
 
     parameters: in order. A BufferSlice is an address of 8 bytes.
     """
 
-    name: str
-    cubin: bytes = dataclasses.field(repr=False)
-    grid: Dims
-    block: Dims
-    cluster: Dims
-    shared_memory: int
     parameters: tuple[Parameter, ...]
 
 

@@ -10,6 +10,7 @@ from jax_kernels.bridge.direct.chain import (
     Copy,
     Fill,
     Kernel,
+    Launch,
     MosaicKernel,
     MosaicLaunch,
     Step,
@@ -74,7 +75,7 @@ class LaunchBlock:
                 copy, target, source, size = driver.cuMemcpyDtoDAsync, at(0), at(1), step.target.size
                 self.calls.append(lambda stream: copy(target.value, source.value, size, stream))
 
-    def _add_kernel(self, step: Kernel | MosaicLaunch, ready: LoadedKernel, pointers: list[int], driver: Any) -> None:
+    def _add_kernel(self, step: Launch, ready: LoadedKernel, pointers: list[int], driver: Any) -> None:
         """Adds the launch of a kernel. pointers: the host addresses of its parameters."""
         array, config = (ctypes.c_void_p * len(pointers))(*pointers), _config(step)
         self.keep.append(array)
@@ -112,7 +113,7 @@ def _filler(driver: Any, target: ctypes.c_uint64, size: int, value: int) -> Call
     return lambda stream: bytewise(target.value, 0, size, stream)
 
 
-def _config(step: Kernel | MosaicLaunch) -> LaunchConfig:
+def _config(step: Launch) -> LaunchConfig:
     """The launch configuration of a kernel, without the stream."""
     grid, block, cluster = step.grid, step.block, step.cluster
     config = LaunchConfig(

@@ -10,6 +10,7 @@ import jaxlib
 from jax_kernels.bridge.direct.chain import (
     Bytes,
     Kernel,
+    Launch,
     MosaicKernel,
     MosaicLaunch,
     Parameter,
@@ -138,7 +139,7 @@ def _mosaic_launch(compiled: "ctypes._Pointer[ctypes.c_void_p]", device: int) ->
     return lambda function, stream, address: launch(kernel, function, stream, address, device)
 
 
-def _function(step: Kernel | MosaicLaunch, sizes: list[int], resources: KernelResources) -> int:
+def _function(step: Launch, sizes: list[int], resources: KernelResources) -> int:
     """The handle of a kernel, after its module was loaded. sizes: the bytes of its parameters, which are checked."""
     module = resources.driver.load(step.cubin)
     resources.modules.append(module)
