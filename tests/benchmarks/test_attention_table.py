@@ -20,6 +20,7 @@ SMALL = (
 
 def test_cases():
     assert len(CASES) == len({case.label for case in CASES}) == 24
+    assert {case.label for case in CASES if case.is_causal} == {x.label for x in CASES if "causal" in x.label}
     documents = next(case for case in CASES if case.label == "8 documents causal")
     assert np.diff(documents.starts).tolist() == [163, 410, 2458, 655, 1638, 328, 1311, 1229]
 

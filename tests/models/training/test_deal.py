@@ -4,7 +4,6 @@ As a script it prints, for each case, the errors of the loss, the gradient's nor
 """
 
 import dataclasses
-import functools
 import json
 import sys
 
@@ -14,7 +13,9 @@ import optax
 import pytest
 
 from jax_kernels import DocumentLayout
-from jax_kernels.models import LongNetConfig, Trainer, TransformerConfig, make_mesh, next_token_loss
+from jax_kernels.models import LongNetConfig, ShardingRules, Trainer, TransformerConfig, make_mesh, next_token_loss
+from jax_kernels.models.training.deal import dealt
+from tests.support.cases import tiers
 from tests.support.processes import cpu_devices
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=2, mlp_dim=48)
@@ -57,17 +58,11 @@ def errors(name):
     return {"values": float(np.abs(got / want - 1).max()), "params": largest}
 
 
-@functools.cache
-def results():
-    return cpu_devices.results_of(__file__, list(CASES), devices=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_one_device(name):
-    found = results()[name]
-    assert found["values"] < 1e-5
-    assert found["params"] < 1e-5
+@pytest.mark.parametrize("names", tiers.groups(CASES, ["accumulated"], 2))
+def test_losses_and_gradients_are_those_of_one_device(names):
+    for name, found in cpu_devices.results_of(__file__, names, devices=4).items():
+        assert found["values"] < 1e-5, name
+        assert found["params"] < 1e-5, name
 
 
 def test_a_document_is_cut_and_the_work_is_equal():
@@ -93,6 +88,10 @@ def test_wrong_use():
     trainer = Trainer(CONFIG, optax.sgd(1.0), deal_documents=True)
     with pytest.raises(ValueError, match="batch: got 2 items with deal_documents=True, want segment_ids as third"):
         trainer.train(batch("ring")[:2])
+    tokens, targets, _ = batch("ring")
+    rules, mesh = ShardingRules(), jax.sharding.AbstractMesh((2,), ("sequence",))
+    with pytest.raises(ValueError, match="got None for item 2, segment_ids, with deal_documents=True"):
+        dealt((tokens, targets, None), mesh, rules, dataclasses.replace(CONFIG, sequence_axis="sequence"))
 
 
 if __name__ == "__main__":

@@ -75,6 +75,19 @@ def test_shared(interpreted):
     assert str(jax.make_jaxpr(run)(*given)).count("matmul_joined") == 0  # only under differentiation
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_shared_with_scales(interpreted, implementation):
+    """Each of the weights has its own scale. All scales differ from the arrays' own."""
+    x, *weights = arrays()
+    scales = {"x_scale": 0.05, "w_scales": [1e-4, 0.1]}
+    outs = fp8_shared.shared_matmuls(x, weights, **scales, implementation=implementation)
+    given = {"precision": "fp8", "x_scale": scales["x_scale"], "implementation": "xla"}
+    for got, w, scale in zip(outs, weights, scales["w_scales"], strict=True):
+        want, own = (matmul(x, w, w_scale=w_scale, **given) for w_scale in (scale, None))
+        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+        assert distance(got, own) > 1e-3
+
+
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_delayed(interpreted, is_empty):
     """With an empty history the scale is the array's own. The new magnitudes are exact."""
