@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_kernels.bridge.hf_weights import NAMES, check_config, from_hf, has_hf_names, to_hf, transformer_fields
 from jax_kernels.bridge.interop import fork
-from jax_kernels.bridge.jax_functions.argument_checks import type_name
+from jax_kernels.bridge.jax_functions.argument_checks import advice, type_name
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
 from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention
@@ -74,7 +74,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
     for name, x in state.items():
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"source: got {type_name(x)} for {name}, want a torch.Tensor")
+            raise TypeError(f"source: got {type_name(x)} for {name}, want a torch.Tensor{advice(x)}")
     for name in state:
         if name.rpartition(".")[2] == "weight_values":
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from jax_kernels.bridge.translate.activations import Activation
 
 __all__ = [
+    "advice",
     "check_activation",
     "check_function_of_tensors",
     "check_optional_tensors",
@@ -24,14 +25,14 @@ def check_tensors(**tensors: Any) -> None:
     """Raises TypeError for an argument that is no torch.Tensor, such as a NumPy or JAX array."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor{_of_array(x) or way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor{advice(x)}")
 
 
 def check_optional_tensors(**tensors: Any) -> None:
     """Raises TypeError for an argument that is neither a torch.Tensor nor None."""
     for name, x in tensors.items():
         if not (x is None or isinstance(x, torch.Tensor)):
-            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor or None{_of_array(x) or way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor or None{advice(x)}")
 
 
 def check_function_of_tensors(argument: str, function: Any) -> None:
@@ -51,7 +52,7 @@ def check_scales(**scales: Any) -> None:
         if x is None or isinstance(x, torch.Tensor | int | float | np.generic):
             continue
         if not isinstance(x, np.ndarray | jax.Array) or x.ndim:
-            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor, a number or None{way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor, a number or None{advice(x)}")
 
 
 def check_activation(activation: str | Activation | None, *, is_optional: bool = True) -> None:
@@ -88,11 +89,11 @@ def type_name(x: Any) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
-def _of_array(x: Any) -> str:
-    """The end of an error about an array of JAX or NumPy; "" for other objects."""
+def advice(x: Any) -> str:
+    """The end of an error about an argument x that is no tensor: for arrays of JAX and NumPy, and as in way_out."""
     if isinstance(x, jax.Array):
         return "; jax_kernels itself has the ops for JAX arrays"
-    return "; torch.from_numpy makes one" if isinstance(x, np.ndarray) else ""
+    return "; torch.from_numpy makes one" if isinstance(x, np.ndarray) else way_out(x)
 
 
 def way_out(x: Any) -> str:

@@ -5,6 +5,7 @@ from torch.nn import functional
 
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.jax_functions.argument_checks import advice
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.drop_in import fallback
@@ -297,7 +298,7 @@ def _check(name: str, mask: torch.Tensor, shapes: tuple[tuple[int, ...], ...], q
     It must be bool, float32 or of query's dtype, and on query's device.
     """
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"{name}: got {type(mask).__name__}, want a torch.Tensor")
+        raise TypeError(f"{name}: got {type(mask).__name__}, want a torch.Tensor{advice(mask)}")
     check_dense(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool (True = masked out) or floats (added)")

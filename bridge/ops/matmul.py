@@ -9,6 +9,7 @@ from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.plain_numbers import in_float32
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import (
+    advice,
     check_optional_tensors,
     check_scales,
     check_tensors,
@@ -294,7 +295,7 @@ def _check_weights(**weights: Any) -> None:
     """Raises TypeError for weights that are neither a tensor nor a QuantizedTensor."""
     for name, w in weights.items():
         if not isinstance(w, torch.Tensor | QuantizedTensor):
-            raise TypeError(f"{name}: got {type_name(w)}, want a torch.Tensor or a bridge.QuantizedTensor")
+            raise TypeError(f"{name}: got {type_name(w)}, want a torch.Tensor or a bridge.QuantizedTensor{advice(w)}")
 
 
 def _argument(name: str, w: Weights) -> torch.Tensor | Stored:
