@@ -45,7 +45,7 @@ def iota(size: int) -> jax.Array:
 def masked_slice(start: Index, size: int) -> Any:
     """pl.ds(start, size) for an access with a mask, which may pass the end of the array.
 
-    The start is traced: from JAX 0.12 on, a constant slice that passes the end raises an error.
+    The start is traced, because JAX raises an error for a constant slice that passes the end.
     """
     return pl.ds(lax.add(jnp.int32(start), jnp.int32(0)) if isinstance(start, int) else start, size)
 

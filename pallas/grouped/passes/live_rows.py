@@ -1,8 +1,8 @@
 """Passes over the rows of all groups, without the rows past the last group.
 
 In Triton. A device with a part of the experts has room for the rows that all of its tokens could give it, and usually
-fills a part of it. A program whose rows all lie past the last group ends at once, and leaves its results as they are in
-memory: any values. XLA's fusions read and write all rows.
+fills a part of it. A program whose rows all lie past the last group ends at once and writes nothing, so that these rows
+of the results have any values. XLA's fusions read and write all rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.triton import backend
 from jax_kernels.pallas.triton.backend import plgpu
-from jax_kernels.pallas.triton.tensors import iota, padded, reaches
+from jax_kernels.pallas.triton.tensors import iota, masked_slice, padded, reaches
 from jax_kernels.pallas.varying import result_types
 
 __all__ = ["copy_live_rows", "map_live_rows", "supports"]
@@ -31,8 +31,7 @@ def supports(*shapes: Sequence[int]) -> bool:
 
 
 def _view(ref: Ref, row: Index, rows: int, column: int, columns: int) -> Ref:
-    """The block of the matrix. Its columns are traced: JAX rejects a constant view that ends past the edge."""
-    return ref.at[pl.ds(row, rows), pl.ds(column + 0 * row, columns)]
+    return ref.at[pl.ds(row, rows), masked_slice(column, columns)]
 
 
 def copy_live_rows(

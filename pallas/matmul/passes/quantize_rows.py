@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32
 from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.rounding import magnitude_bits, scale_of
-from jax_kernels.pallas.triton.tensors import iota, padded
+from jax_kernels.pallas.triton.tensors import iota, masked_slice, padded
 from jax_kernels.pallas.varying import result_types
 
 __all__ = ["QuantizedRows", "quantize_rows"]
@@ -132,8 +132,7 @@ class _Tiles:
         return jnp.broadcast_to(mask, (self.block_rows, self.chunk))
 
     def _view(self, ref: Ref, row: Index, column: Index) -> Ref:
-        column = column + 0 * row  # traced: JAX rejects a constant view that ends past the edge, which masks cut off
-        return ref.at[pl.ds(row, self.block_rows), pl.ds(column, self.chunk)]
+        return ref.at[pl.ds(row, self.block_rows), masked_slice(column, self.chunk)]
 
     def load(self, ref: Ref, row: Index, column: Index) -> jax.Array:
         """The block from this row and column on, [block_rows, chunk], with 0 outside the matrix."""
