@@ -83,20 +83,22 @@ def _joined_gradients(
 
     The scales of a cotangent and of its weights multiply to one number for all factors, so a cotangent may get a
     larger scale than its own magnitude needs. e5m2 keeps its precision over 29 binades, so this has no effect unless
-    the factors differ by as much.
+    the factors differ by as much. The number is not computed, because it may underflow: the weights' largest scale
+    stays apart.
     """
     scale_of_dz = lambda factor: quantization_scale(factor.dz, jnp.float8_e5m2, "tensor", -1)
     own = [scale_of_dz(factor) if factor.scale is None else factor.scale for factor in factors]
-    both = [scale * of_w for scale, of_w in zip(own, weights.scales, strict=True)]
-    common = functools.reduce(jnp.maximum, both, jnp.float32(jnp.finfo(jnp.float32).tiny))
-    scales = [common / of_w for of_w in weights.scales]
+    least, of_all_weights = jnp.float32(jnp.finfo(jnp.float32).tiny), functools.reduce(jnp.maximum, weights.scales)
+    shares = [jnp.maximum(of_w / of_all_weights, least) for of_w in weights.scales]
+    common = functools.reduce(jnp.maximum, [scale * share for scale, share in zip(own, shares, strict=True)], least)
+    scales = [common / share for share in shares]
     *outer, _ = factors[0].dz.shape
     rows = [factor.dz.reshape(-1, factor.dz.shape[-1]) for factor in factors]
     given = [passes.reciprocal(scale).reshape(1) for scale in scales]
     found = passes.joined_both_ways(rows, given, jnp.dtype(jnp.float8_e5m2), interpret=call.interpret)
     quantized = lambda values, scale: QuantizedArray(values=values, scale=scale, scaling="tensor")
     dz = quantized(found.values.reshape(*outer, -1), common)
-    dx = _product(call, dz, quantized(weights.values, jnp.float32(1)), dtype)
+    dx = _product(call, dz, quantized(weights.values, of_all_weights), dtype)
     every = zip(found.transposed, scales, factors, strict=True)
     of_columns = ((quantized(y.reshape(-1, *outer), scale), factor.dtype) for y, scale, factor in every)
     return dx, [_weight_gradient(call, operands.x, y, of_w) for y, of_w in of_columns]

@@ -33,6 +33,8 @@ __all__ = [
     "weight_gradient",
 ]
 
+LONG_SUM = 8192  # rows of a 16-bit sum that XLA computes, see weight_gradient
+
 
 def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """out [..., N] of a planned matmul or gated_matmul of x [..., K] of 16 or 32 bits, differentiable."""
@@ -159,7 +161,7 @@ def weight_gradient(call: PlannedCall, x: Any, dz: Any, out_dtype: str | None = 
     """
     rows, factors = tuple(range(dz.ndim - 1)), (dz, x) if call.options.transpose_w else (x, dz)
     is_16_bit = call.implementation == "mosaic_gpu" and x.dtype.itemsize == 2
-    if is_16_bit and math.prod(dz.shape[:-1]) >= 8192 and not is_partitioned():
+    if is_16_bit and math.prod(dz.shape[:-1]) >= LONG_SUM and not is_partitioned():
         dtype = jnp.dtype(out_dtype or x.dtype)
         return lax.dot_general(*factors, ((rows, rows), ((), ())), preferred_element_type=dtype)
     return product(call, *factors, transpose_x=True, out_dtype=out_dtype)

@@ -75,6 +75,18 @@ def test_shared(interpreted):
     assert str(jax.make_jaxpr(run)(*given)).count("matmul_joined") == 0  # only under differentiation
 
 
+def test_products_of_scales_that_underflow(interpreted):
+    """Cotangents of 1e-30 and weights of 1e-12: the gradients of the weights are far from 0, and x's is 0."""
+    x, *weights = arrays()
+    weights = [normal(*w.shape, seed=i, size=1e-12) for i, w in enumerate(weights)]
+    run = lambda *ws: fp8_shared.shared_matmuls(x, ws, implementation="mosaic_gpu")
+    outs, vjp = jax.vjp(run, *weights)
+    douts = [normal(*out.shape, seed=3 + i, size=1e-30) for i, out in enumerate(outs)]
+    for got, dout in zip(vjp(tuple(douts)), douts, strict=True):
+        exact = x.reshape(-1, DEPTH).astype(jnp.float32).T @ dout.reshape(-1, dout.shape[-1]).astype(jnp.float32)
+        assert distance(got, exact) < 0.09
+
+
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 def test_shared_with_scales(interpreted, implementation):
     """Each of the weights has its own scale. All scales differ from the arrays' own."""
