@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward.load import load_tiles
-from jax_kernels.pallas.attention.sm90.backward.loop import WorkTile
+from jax_kernels.pallas.attention.sm90.backward.loop import WorkTile, first_key
 from jax_kernels.pallas.attention.sm90.backward.state import Kernel, KernelBarriers, Results, Smem
 from jax_kernels.pallas.attention.sm90.backward.step import LATE_P, Accumulators, Carry, first_scores, mma_step
 from jax_kernels.pallas.attention.sm90.backward.store import epilogue
@@ -153,7 +153,7 @@ def _compute_tile(
         first=first,
         block=block,
         q_loop=q_loop,
-        first_key=block.kv_index * traits.block_kv + (0 if traits.splits_columns else 64 * kernel.wg),
+        first_key=first_key(kernel, block, kernel.wg),
     )
     if traits.scores_ahead and not traits.is_persistent:
         plgpu.barrier_wait(barriers.q_ready.at[0])
@@ -183,7 +183,7 @@ def _q_loop(work: WorkTile, accs: Accumulators, scores: jax.Array | None) -> tup
         steps, carry = lax.while_loop(lambda state: state[1].goes_on, next_step, start)
     else:
         carry = Carry(scores=scores, dbias=dbias, goes_on=None)
-        if traits.has_lists:
+        if traits.recomputes:
             more = lambda state: state[0] < work.steps_again()
             _, carry = lax.while_loop(more, next_step, (jnp.int32(0), carry))
         else:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -17,7 +18,7 @@ from jax_kernels.pallas.attention.sm90.backward.traits import Traits
 from jax_kernels.pallas.attention.sm90.features import mask_bits, score_mod
 from jax_kernels.pallas.attention.sm90.features.segments import span_words
 from jax_kernels.pallas.kernel_types import Index, needed
-from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
+from jax_kernels.pallas.mosaic.layouts import PART, ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import recomputed
 
 
@@ -38,15 +39,27 @@ class WorkTile:
     first_key: Index
 
     def steps_again(self) -> Index:
-        """The number of steps of the work tile. For a block list it is recomputed: it would occupy registers through
-        all steps.
-        """
+        """The number of steps of the work tile, recomputed if Traits.recomputes."""
         kernel = self.kernel
-        return kernel.q_loop(self.tile, self.block).steps if kernel.traits.has_lists else self.q_loop.steps
+        if kernel.traits.has_lists:
+            return kernel.q_loop(self.tile, self.block).steps
+        if kernel.traits.recomputes:
+            tile = recomputed(self.tile)
+            return kernel.q_loop(tile, kernel.block(tile)).steps
+        return self.q_loop.steps
+
+    def first_key_again(self) -> Index:
+        """The index of the first of the warpgroup's keys, recomputed."""
+        return first_key(self.kernel, self.kernel.block(recomputed(self.tile)), recomputed(self.kernel.wg))
 
     def place_again(self, index: Index) -> StepPlace:
         """The block of queries of step number `index`, recomputed."""
         return self.kernel.q_loop(self.tile, self.kernel.block(recomputed(self.tile))).place(index)
+
+
+def first_key(kernel: Kernel, block: KeyBlock, wg: Index) -> Index:
+    """The index within the sequence of the first of a warpgroup's 64 keys of a block of keys."""
+    return block.kv_index * kernel.traits.block_kv + (0 if kernel.traits.splits_columns else 64 * wg)
 
 
 class DqBlock(NamedTuple):
@@ -66,7 +79,8 @@ class QStep:
     columns. row: the first of these keys within the work tile. nth: number of the step; a persistent CTA counts from
     its first work tile. index: number of the step within the work tile. k_stage, v_stage, slot, do_slot: the stages of
     keys, values, queries and dout. head, q_block, q_start: query head, index of the block of queries, first query.
-    words: the mask words of the step's pairs, None unless the block lists have the words of all blocks.
+    words: the mask words of the step's pairs, None unless the block lists have the words of all blocks. early_words:
+    the result of segment_words for a partial block if `with_early_words` computed it, otherwise None.
     """
 
     transposed: ClassVar[bool] = True
@@ -87,6 +101,7 @@ class QStep:
     q_start: Index
     is_partial: bool | jax.Array
     words: jax.Array | None
+    early_words: jax.Array | None = None
 
     @classmethod
     def of(cls, work: WorkTile, i: Index) -> "QStep":
@@ -102,13 +117,8 @@ class QStep:
         slot = schedule.slot_of(nth, config.q_stages)
         do_slot = schedule.slot_of(nth, config.do_stages) if config.do_stages > 1 else recomputed(0)
         index = StepNumbers.read(needed(kernel.smem.steps), slot).index if is_persistent else i
-        # Values that depend on segments and lists are read again, not kept in registers.
-        if traits.has_lists or is_persistent:
-            place = _place_again(work, slot, index)
-        else:
-            place = work.q_loop.place(index)
-        if traits.has_segments and not is_persistent:
-            place = place._replace(is_partial=_place_again(work, slot, index).is_partial)
+        keeps = not (traits.recomputes or is_persistent)
+        place = work.q_loop.place(index) if keeps else _place_again(work, slot, index)
         q_start = place.q_block * traits.block_q
         words, lists = None, kernel.arrays.lists
         if lists is not None and traits.has_words:
@@ -162,6 +172,8 @@ class QStep:
         """The index within the sequence of the first of the warpgroup's keys."""
         if self.traits.is_persistent:
             return self.numbers().kv_block * self.traits.block_kv + 64 * recomputed(self.kernel.wg)
+        if self.traits.recomputes and self.traits.has_segments:
+            return self.work.first_key_again()
         return self.work.first_key
 
     def score_mod_tile(self, s: jax.Array) -> score_mod.Tile:
@@ -183,12 +195,29 @@ class QStep:
                 s.shape, self.first_key(), self.q_start, layout=WGMMA, kv_axis=0, may_end=self.traits.may_end
             )
             return jnp.where(keep, s, -jnp.inf)
+        words = self.segment_words() if self.early_words is None else self.early_words
+        return mask_bits.kept(s, words, by_word=True)
+
+    def segment_words(self) -> jax.Array:
+        """The mask words [64, PART] of a partial block of a call with segment ids: limits and equal ids."""
+        kernel, columns, q_start = self.kernel, self.traits.block_q, self.q_start
+        b, segments = self.b_again(), needed(kernel.arrays.segments)
+        limits = kernel.schedule.limits(kernel.arrays, b)
         spans = needed(kernel.smem.spans).at[self.k_stage, :, pl.ds(self.row, 64)]
         first, end = (plgpu.load(spans.at[i], layout=ROW, optimized=False) for i in range(2))
-        first, end, q_start = *limits.queries_within(first, end, self.first_key(), ROW), self.q_start
-        words = span_words(first - q_start, end - q_start, s.shape[1])
-        words = segments.words(words, spans, b, self.first_key(), q_start, s.shape[1], of_keys=True)
-        return mask_bits.kept(s, words, by_word=True)
+        first, end = limits.queries_within(first, end, self.first_key(), ROW)
+        words = span_words(first - q_start, end - q_start, columns)
+        return segments.words(words, spans, b, self.first_key(), q_start, columns, of_keys=True)
+
+    def with_early_words(self) -> "QStep":
+        """The step with the mask words of segment ids, if the call has these ids.
+
+        Before the scores there are registers to compute the words, which the scores occupy later if Traits.late_dp.
+        """
+        if not self.traits.has_segments:
+            return self
+        unused = lambda: plgpu.layout_cast(jnp.zeros((64, PART), jnp.int32), WGMMA)
+        return dataclasses.replace(self, early_words=lax.cond(self.is_partial, self.segment_words, unused))
 
     def dq_blocks(self) -> list[DqBlock]:
         """The blocks of the step's dquery that this warpgroup computes and stores."""

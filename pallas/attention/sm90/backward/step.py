@@ -147,6 +147,7 @@ def _p_and_ds_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: ja
     if traits.scores_ahead:
         return pl.run_scoped(lambda dp_acc: of_scores(dp_acc, None), acc)
     if traits.late_dp:
+        step = step.with_early_words()
         p, sloped = pl.run_scoped(functools.partial(_rounded_p, step), acc)
         plgpu.barrier_wait(kernel.barriers.do_ready.at[step.do_slot])
         return pl.run_scoped(functools.partial(_late_ds, step, p, sloped, dbias), acc)
@@ -375,9 +376,7 @@ def _store_dq(step: QStep, dq_block: DqBlock, dq: jax.Array) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq.at[step.wg][...] = dq
     plgpu.commit_smem()
-    if (
-        traits.is_persistent or traits.late_dp or (traits.has_lists and traits.options.softcap)
-    ):  # no registers are left to keep them
+    if traits.reads_place_again:
         place = step.place_again()
         head, q_start = traits.dquery_head(place.head), place.q_block * traits.block_q
     b, rows, columns = (

@@ -129,6 +129,22 @@ class Traits:
         return self.schedule.is_persistent
 
     @property
+    def recomputes(self) -> bool:
+        """Whether a step recomputes its block of queries and the number of steps where it needs them: segment ids and
+        block lists leave no registers to keep them. A persistent CTA reads them from shared memory instead.
+        """
+        return (self.has_lists or (self.has_segments and not self.splits_columns)) and not self.is_persistent
+
+    @property
+    def reads_place_again(self) -> bool:
+        """Whether a step reads the place of its block of queries again when it stores dquery: no registers are left to
+        keep it.
+        """
+        if self.is_persistent or self.late_dp:
+            return True
+        return self.recomputes and (self.has_segments or bool(self.options.softcap))
+
+    @property
     def has_bias(self) -> bool:
         return self.bias.has_bias
 
