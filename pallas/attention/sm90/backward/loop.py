@@ -119,6 +119,8 @@ class QStep:
         index = StepNumbers.read(needed(kernel.smem.steps), slot).index if is_persistent else i
         keeps = not (traits.recomputes or is_persistent)
         place = work.q_loop.place(index) if keeps else _place_again(work, slot, index)
+        if keeps and traits.has_segments:  # whether the block is partial depends on more numbers than its index
+            place = place._replace(is_partial=_place_again(work, slot, index).is_partial)
         q_start = place.q_block * traits.block_q
         words, lists = None, kernel.arrays.lists
         if lists is not None and traits.has_words:
@@ -184,19 +186,16 @@ class QStep:
 
     def drop_pairs(self, s: jax.Array) -> jax.Array:
         """The scores of a partial block, -inf for pairs that limits, segments or block lists drop."""
-        kernel = self.kernel
+        kernel, traits = self.kernel, self.traits
         if kernel.arrays.lists is not None:
             listed = kernel.arrays.lists.blocks_of(recomputed(self.work.tile))
             return listed.masked(s, self.index, self.row, by_word=False)
-        b, segments = self.b_again(), kernel.arrays.segments
-        limits = kernel.schedule.limits(kernel.arrays, b)
-        if segments is None:
-            keep = limits.keep(
-                s.shape, self.first_key(), self.q_start, layout=WGMMA, kv_axis=0, may_end=self.traits.may_end
-            )
-            return jnp.where(keep, s, -jnp.inf)
-        words = self.segment_words() if self.early_words is None else self.early_words
-        return mask_bits.kept(s, words, by_word=True)
+        if traits.has_segments:
+            words = self.segment_words() if self.early_words is None else self.early_words
+            return mask_bits.kept(s, words, by_word=True)
+        limits = kernel.schedule.limits(kernel.arrays, self.b_again())
+        keep = limits.keep(s.shape, self.first_key(), self.q_start, layout=WGMMA, kv_axis=0, may_end=traits.may_end)
+        return jnp.where(keep, s, -jnp.inf)
 
     def segment_words(self) -> jax.Array:
         """The mask words [64, PART] of a partial block of a call with segment ids: limits and equal ids."""
@@ -210,11 +209,11 @@ class QStep:
         return segments.words(words, spans, b, self.first_key(), q_start, columns, of_keys=True)
 
     def with_early_words(self) -> "QStep":
-        """The step with the mask words of segment ids, if the call has these ids.
+        """The step with the mask words of segment ids, if the call has these ids and Traits.recomputes.
 
         Before the scores there are registers to compute the words, which the scores occupy later if Traits.late_dp.
         """
-        if not self.traits.has_segments:
+        if not (self.traits.has_segments and self.traits.recomputes):
             return self
         unused = lambda: plgpu.layout_cast(jnp.zeros((64, PART), jnp.int32), WGMMA)
         return dataclasses.replace(self, early_words=lax.cond(self.is_partial, self.segment_words, unused))

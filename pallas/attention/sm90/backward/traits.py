@@ -130,10 +130,15 @@ class Traits:
 
     @property
     def recomputes(self) -> bool:
-        """Whether a step recomputes its block of queries and the number of steps where it needs them: segment ids and
-        block lists leave no registers to keep them. A persistent CTA reads them from shared memory instead.
+        """Whether a step recomputes its block of queries and the number of steps where it needs them, because no
+        registers are left to keep them: with block lists, and with segment ids of grouped heads.
+
+        Otherwise ptxas serialises the matmuls of grouped heads at 96, 160 and 192/128 (its note C7512), which takes 1.4
+        times as long. Without groups it spills up to 40 bytes, and recomputing takes 1.01 to 1.03 of the time. A
+        persistent CTA reads these numbers from shared memory.
         """
-        return (self.has_lists or (self.has_segments and not self.splits_columns)) and not self.is_persistent
+        grouped_segments = self.has_segments and self.schedule.group > 1 and not self.splits_columns
+        return (self.has_lists or grouped_segments) and not self.is_persistent
 
     @property
     def reads_place_again(self) -> bool:
