@@ -142,8 +142,7 @@ def fp8_row(
 def dquery_blocks(*, head_dim: int, bias_bits: int) -> AttentionDquerySm90:
     """The blocks of the Hopper kernel that computes the dquery of a deterministic backward.
 
-    head_dim: the larger one of key and value. bias_bits: bits of a bias per query and key; 0 without a bias. Raises
-    LookupError if no row matches.
+    head_dim, bias_bits: as in DqueryCall. Raises LookupError if no row matches.
     """
     call = DqueryCall(head_dim=head_dim, bias_bits=bias_bits)
     return first(BLOCK_SPECS[SM90.capability].attention_dquery, None, call).blocks

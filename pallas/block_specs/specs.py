@@ -296,7 +296,8 @@ class AttentionRow:
 class DqueryCall:
     """The facts of a deterministic backward of attention that determine the blocks of its dquery.
 
-    head_dim: the larger one of key and value. bias_bits: bits of a bias per query and key; 0 without a bias.
+    head_dim: the larger one of key and value. bias_bits: bits of a bias per query and key; 1 for a bias per key, which
+    takes shared memory for a block's keys; 0 without a bias.
     """
 
     head_dim: int

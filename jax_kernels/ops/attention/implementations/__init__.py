@@ -77,7 +77,7 @@ def _config(name: str):
         backward = row.backward
         if name == "mosaic_gpu" and request.deterministic:
             widest = max(request.head_dim, request.v_head_dim)
-            dquery = block_specs.dquery_blocks(head_dim=widest, bias_bits=request.bias_tile_bits)
+            dquery = block_specs.dquery_blocks(head_dim=widest, bias_bits=request.dquery_bias_bits)
             backward = dataclasses.replace(backward, dquery=dquery)
         blocks = Blocks(
             forward=row.forward,

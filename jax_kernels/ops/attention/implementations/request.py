@@ -80,6 +80,13 @@ class AttentionRequest(Request):
         return 32 if self.bias_dtype == "float32" else 16
 
     @property
+    def dquery_bias_bits(self) -> int:
+        """The bits of a bias that the dquery kernel of a deterministic backward has in shared memory for each query and
+        key; 1 for a bias or a mask array with one row for all queries, which takes a value per key; 0 without both.
+        """
+        return self.bias_tile_bits or int(self.dense_bits == 16)
+
+    @property
     def skips_keys(self) -> bool:
         """Whether the Hopper kernels skip dead blocks of keys of a mask array that is the same for all queries."""
         has_bias = self.bias_shape is not None
