@@ -1,4 +1,4 @@
-"""Draws the README's picture from checked-in results: speed, block-sparse masks, and several GPUs, with peers.
+"""Draws the README's picture from checked-in results: attention, block-sparse masks, and several GPUs, with peers.
 
     PYTHONPATH=. python benchmarks/picture.py
 
@@ -17,14 +17,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 # The name and the colour of each contender in the picture, by its names in results.
 OURS, FA4, CUDNN, FLEX, TORCH = "this library", "FlashAttention-4", "cuDNN", "FlexAttention", "PyTorch context_parallel"
 COLOURS = {OURS: "#1b6ca8", FA4: "#e07b39", CUDNN: "#7aa95c", FLEX: "#b05fa3", TORCH: "#b05fa3"}
-ATTENTION = {
-    "mosaic_gpu": OURS,
-    "fa4": FA4,
-    "torch-cudnn": CUDNN,
-    "jax-cudnn": CUDNN,
-    "torch-flex": FLEX,
-    "torch-flex-flash": FLEX,
-}
+ATTENTION = {"ours": OURS, "fa4": FA4, "torch-cudnn": CUDNN}
+CASES = ("64 causal", "128 causal", "192/128 causal", "256 causal")
 SPARSE = {"prepared-mask": OURS, "torch-flex": FLEX, "torch-flex-flash": FLEX}
 RING = {"ring": OURS, "torch allgather": TORCH, "torch alltoall": TORCH}
 
@@ -59,11 +53,14 @@ def bars(
     return found
 
 
-def attention_bars(results: dict[str, Any]) -> Bars:
-    """TFLOP/s of the causal forward, by head_dim."""
-    is_wanted = lambda row: row["causal"] and row["mode"] == "fwd"
-    rows = sorted(results["rows"], key=lambda row: row["head_dim"])
-    return bars(rows, ATTENTION, lambda row: str(row["head_dim"]) if is_wanted(row) else None, "tflops")
+def attention_bars(results: dict[str, Any], mode: str) -> Bars:
+    """TFLOP/s of causal attention, by head_dim, or head_dim/value head_dim. mode: "fwd" or "bwd"."""
+    found: Bars = {}
+    for case in CASES:
+        (row,) = (row for row in results["rows"] if row["name"] == f"{case} {mode}")
+        rates = {ATTENTION[name]: timed["tflops"] for name, timed in row["contenders"].items() if "tflops" in timed}
+        found[case.removesuffix(" causal")] = rates
+    return found
 
 
 def sparse_bars(results: dict[str, Any]) -> Bars:
@@ -87,7 +84,7 @@ def draw(panels: Sequence[Panel], path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(12, 4.6))
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 4.6))
     for axes, panel in zip(all_axes, panels, strict=True):
         heights = panel.bars
         names = [name for name in COLOURS if any(name in of_group for of_group in heights.values())]
@@ -97,7 +94,7 @@ def draw(panels: Sequence[Panel], path: pathlib.Path) -> None:
             places = [at + (i - (len(names) - 1) / 2) * width for at, _ in given]
             drawn = axes.bar(places, [height for _, height in given], width, label=name, color=COLOURS[name])
             labels = [f"{height:.0f}" if height >= 20 else f"{height:.1f}" for _, height in given]
-            axes.bar_label(drawn, labels, fontsize=9, padding=1)
+            axes.bar_label(drawn, labels, fontsize=7.5, padding=1)
         axes.set_xticks(range(len(heights)), list(heights), fontsize=11)
         axes.set_xlabel(panel.groups, fontsize=11)
         axes.set_title(panel.title, fontsize=12)
@@ -115,7 +112,8 @@ def panels(attention: pathlib.Path, sparse: pathlib.Path, ring: pathlib.Path) ->
     read = [json.loads(path.read_text()) for path in (attention, sparse, ring)]
     gpus = [results["environment"]["device"].removeprefix("NVIDIA ").split(" ")[0] for results in read]
     return [
-        Panel(f"Causal forward, {gpus[0]}", "head_dim", "TFLOP/s", attention_bars(read[0])),
+        Panel(f"Causal forward, {gpus[0]}", "head_dim/value's", "TFLOP/s", attention_bars(read[0], "fwd")),
+        Panel(f"Causal backward, {gpus[0]}", "head_dim/value's", "TFLOP/s", attention_bars(read[0], "bwd")),
         Panel(f"Sparse forward, {gpus[1]}", "share of live blocks", "speed over dense", sparse_bars(read[1])),
         Panel(f"Causal ring, both passes, {gpus[2]}", "GPUs", "TFLOP/s a GPU", ring_bars(read[2])),
     ]
@@ -123,7 +121,7 @@ def panels(attention: pathlib.Path, sparse: pathlib.Path, ring: pathlib.Path) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", type=pathlib.Path, default=RESULTS / "attention-fa4-h200.json")
+    parser.add_argument("--attention", type=pathlib.Path, default=RESULTS / "attention-table-h200.json")
     parser.add_argument("--sparse", type=pathlib.Path, default=RESULTS / "sparse-h200.json")
     parser.add_argument("--ring", type=pathlib.Path, default=RESULTS / "ring-h100-x4.json")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "readme.png")

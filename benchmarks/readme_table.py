@@ -10,6 +10,7 @@ ratios of its turns, which the results have.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import sys
@@ -20,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = "benchmarks/results"
 HEADING = "| call | shape | measured | speed | |"
 
-type Values = dict[str, float]
+type Values = dict[str, float | str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,23 +61,18 @@ def one(rows: Sequence[dict[str, Any]], /, **wanted: Any) -> dict[str, Any]:
     return found[0]
 
 
-def attention(rows: Sequence[dict[str, Any]]) -> Values:
-    """TFLOP/s of the forward and its speed over cuDNN, full and causal, at 8192 tokens."""
-    found: Values = {}
-    for kind, causal in (("full", False), ("causal", True)):
-        case = {"seq": 8192, "head_dim": 128, "kv_heads": 16, "causal": causal, "mode": "fwd"}
-        ours = one(rows, contender="mosaic_gpu", **case)
-        found |= {kind: ours["tflops"], f"{kind}_ratio": ours["ratios"]["jax-cudnn"]}
-    return found
+PEERS = {"fa4": "FlashAttention-4's", "torch-cudnn": "cuDNN's"}
 
 
-def over_fa4(rows: Sequence[dict[str, Any]], **case: Any) -> Values:
-    """TFLOP/s of the forward and the backward, and their speed over FlashAttention-4."""
-    found: Values = {}
-    for mode in ("fwd", "bwd"):
-        ours, fa4 = (one(rows, contender=name, mode=mode, **case) for name in ("mosaic_gpu", "fa4"))
-        found |= {mode: ours["tflops"], f"{mode}_ratio": fa4["median_ms"] / ours["median_ms"]}
-    return found
+def attention(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Values:
+    """TFLOP/s of rows of the table of attention, and their speed over the faster peer, which is named."""
+    found = [one(rows, name=name) for name in names]
+    speeds = [
+        f"{'; '.join(f'{row["ratio"]:.2f}' for row in of_peer)} times {PEERS[peer]}"
+        for peer, of_peer in itertools.groupby(found, key=lambda row: row["best_peer"])
+    ]
+    rates = "; ".join(f"{row['contenders']['ours']['tflops']:.0f}" for row in found)
+    return {"rates": rates, "speed": ", ".join(speeds)}
 
 
 def sparse(rows: Sequence[dict[str, Any]]) -> Values:
@@ -154,28 +150,36 @@ def training(rows: Sequence[dict[str, Any]]) -> Values:
     return {"mfu": ours["mfu"], "ratio": ours["tokens_per_s"] / llama["tokens_per_s"]}
 
 
+def attention_line(call: str, shape: str, *names: str) -> Line:
+    """A line of attention-table-h200.json. names: of its rows, each of which gives a rate and a ratio."""
+    return Line(
+        call=call,
+        shape=shape,
+        measured="{rates} TFLOP/s",
+        speed="{speed}",
+        file="attention-table-h200.json",
+        values=functools.partial(attention, names=names),
+    )
+
+
 _SHAPE = "2 x 8192 tokens, 16 heads of 128"
+_CASES = ("64", "128", "192/128", "256")
+_HEADS = "2 x 8192 tokens, 32 heads of 64; 16 of 128; 16 of 192, values of 128; 8 of 256"
 _CONTEXT = "{ratio:.2f} times PyTorch's `context_parallel`"
 LINES = (
-    Line(
-        call="forward; causal",
-        shape=_SHAPE,
-        measured="{full:.0f}; {causal:.0f} TFLOP/s",
-        speed="{full_ratio:.2f}; {causal_ratio:.2f} times cuDNN's",
-        file="attention-h200.json",
-        values=attention,
-    ),
-    Line(
-        call="causal forward; backward",
-        shape="the same",
-        measured="{fwd:.0f}; {bwd:.0f} TFLOP/s",
-        speed="{fwd_ratio:.2f}; {bwd_ratio:.2f} times FlashAttention-4's",
-        file="attention-fa4-h200.json",
-        values=functools.partial(over_fa4, head_dim=128, causal=True),
+    attention_line("forward; backward", _SHAPE, "128 full fwd", "128 full bwd"),
+    attention_line("causal forward, by head_dim", _HEADS, *(f"{case} causal fwd" for case in _CASES)),
+    attention_line("causal backward, by head_dim", "the same", *(f"{case} causal bwd" for case in _CASES)),
+    attention_line("8 causal documents, forward; backward", _SHAPE, "8 documents causal fwd", "8 documents causal bwd"),
+    attention_line(
+        "grouped heads, causal forward; backward",
+        "2 x 4096 tokens, 32 heads of 128, 8 kv heads",
+        "GQA 32/8, 4096 causal fwd",
+        "GQA 32/8, 4096 causal bwd",
     ),
     Line(
         call="forward with a mask that keeps 0.09 of the blocks",
-        shape="the same",
+        shape=_SHAPE,
         measured="",
         speed="{over_dense:.2f} times the speed without a mask; FlexAttention: {flex_over_dense:.2f}",
         file="sparse-h200.json",
@@ -188,14 +192,6 @@ LINES = (
         speed="{ratio:.2f} times FlexAttention's",
         file="sparse-triton-h100.json",
         values=sparse,
-    ),
-    Line(
-        call="forward; backward, with values of 128",
-        shape="2 x 8192 tokens, 16 heads of 192",
-        measured="{fwd:.0f}; {bwd:.0f} TFLOP/s",
-        speed="{fwd_ratio:.2f}; {bwd_ratio:.2f} times FlashAttention-4's",
-        file="head-dims-fa4-h200.json",
-        values=functools.partial(over_fa4, head_dim=192, value_head_dim=128, causal=False),
     ),
     Line(
         call="dilated attention, forward",
