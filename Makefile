@@ -87,9 +87,10 @@ report: .venv/.dev
 release: .venv/.dev
 	PYTHONPATH=. $(BIN)/python tests/tools/release.py $(ARGS)
 
-# Import and numerics on the newest jax, in an environment of its own.
+# Import and numerics on the newest jax, and the lowering of every kernel for a Hopper GPU, in an environment of its own.
 newest: .venv-newest/.ready
 	.venv-newest/bin/python -m pytest -n 2 --dist=worksteal tests/test_import.py tests/ops/attention/test_flash_attention*.py tests/ops/attention/test_transforms.py tests/ops/attention/test_errors.py tests/ops/attention/test_decode_attention.py tests/ops/attention/test_score_mod.py -m "not gpu and not compile"
+	.venv-newest/bin/python -m pytest tests/pallas/test_sanitizer_calls.py -k reach
 
 # The bridge on the oldest PyTorch that pyproject.toml allows, in an environment of its own: torch.compile differs most.
 oldest: .venv-oldest/.ready
@@ -110,7 +111,7 @@ oldest: .venv-oldest/.ready
 
 .venv-newest/.ready: .venv/.python pyproject.toml
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install -q -e . 'pytest>=8.4' 'pytest-xdist>=3.7' 'pytest-timeout>=2.4' 'hypothesis>=6.130'
+	.venv-newest/bin/python -m pip install -q -e . jax-cuda13-plugin jax-cuda13-pjrt 'pytest>=8.4' 'pytest-xdist>=3.7' 'pytest-timeout>=2.4' 'hypothesis>=6.130'
 	touch $@
 
 .venv-oldest/.ready: .venv/.python pyproject.toml
