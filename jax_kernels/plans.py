@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from jax_kernels.device import DeviceInfo
 from jax_kernels.tuned.winners import Tuned
 
-__all__ = ["Choice", "Implementation", "Order", "Plan", "Request", "tuning_key", "without_blocks"]
+__all__ = ["Choice", "Implementation", "Order", "Plan", "Request", "rounded_up", "tuning_key", "without_blocks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Request:
         """The fields by which tuning keeps the request's winner: all but the device, with sizes rounded up."""
         rounded = self.ROUNDED or self.SIZES
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "device"}
-        return {name: _rounded_up(x) if name in rounded else x for name, x in fields.items()}
+        return {name: rounded_up(x) if name in rounded else x for name, x in fields.items()}
 
 
-def _rounded_up(x: Any) -> Any:
+def rounded_up(x: Any) -> Any:
     """An integer, or each integer of nested tuples, rounded up to the next of four sizes between powers of two.
 
     Up to 8, and for all that is no integer, nothing changes.
     """
     if isinstance(x, tuple):
-        return tuple(map(_rounded_up, x))
+        return tuple(map(rounded_up, x))
     if isinstance(x, bool) or not isinstance(x, int) or x <= 8:
         return x
     step = 1 << ((x - 1).bit_length() - 3)

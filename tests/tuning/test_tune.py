@@ -1,6 +1,7 @@
 """jax_kernels.tune, with an op of two lines, a fake device and a fake timer; then flash_attention, interpreted."""
 
 import dataclasses
+import functools
 import warnings
 from typing import NamedTuple
 
@@ -13,6 +14,10 @@ import jax_kernels
 from jax_kernels import explain, tune
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request, tuning_key, without_blocks
+from jax_kernels.inputs.matmul import MatmulOptions
+from jax_kernels.ops.cross_entropy.implementations import LossRequest
+from jax_kernels.ops.grouped.implementations import GroupedRequest
+from jax_kernels.ops.matmul import implementations as matmul_implementations
 from jax_kernels.ops.planned_op import Blocks, PlannedOp
 from jax_kernels.tuned import cache
 from jax_kernels.tuning import cost_model, measure, session, timers
@@ -267,6 +272,42 @@ def test_a_winner_that_cannot_serve_another_call_of_its_bucket():
         ScaleRequest("scale", DEVICE, 101, "float32")
     )
     assert (plan.implementation, plan.tuned) == ("slow", None)
+
+
+def _matmul_key(m: int, n: int, k: int, *, transpose_x: bool = False, transpose_w: bool = False) -> str:
+    options = MatmulOptions(out_dtype="bfloat16", transpose_x=transpose_x, transpose_w=transpose_w)
+    return tuning_key(matmul_implementations.request_of(options, "bfloat16", (m, n, k), DEVICE))
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_rows_of_matmuls_share_a_winner(transpose_w):
+    """Rows of x are rounded up, in a gradient of the weights too. Columns are not."""
+    key = functools.partial(_matmul_key, transpose_w=transpose_w)
+    assert key(4000, 512, 300) == key(4096, 512, 300) != key(4097, 512, 300)
+    assert key(4000, 512, 300) != key(4000, 500, 300)
+    assert key(4000, 512, 300) != key(4000, 512, 299)
+    gradient = functools.partial(key, transpose_x=True)
+    assert gradient(300, 512, 4000) == gradient(300, 512, 4096) != gradient(300, 512, 4097)
+    assert gradient(300, 512, 4000) != gradient(299, 512, 4000)
+    assert gradient(300, 512, 4000) != key(300, 512, 4000)
+
+
+def test_rows_of_groups_and_losses_share_a_winner():
+    plain = {"dtype": "bfloat16", "device": DEVICE}
+    grouped = lambda m, n, k: GroupedRequest(
+        op="grouped_matmul", groups=9, m=m, n=n, k=k, source_rows=m, out_dtype="bfloat16", activation=None,
+        precision=None, **plain,
+    )  # fmt: skip
+    loss = lambda tokens, depth, vocabulary: LossRequest(
+        op="linear_cross_entropy", tokens=tokens, depth=depth, vocabulary=vocabulary, w_dtype="bfloat16",
+        reduction="mean", **plain,
+    )  # fmt: skip
+    for request, columns in ((grouped, (500, 300)), (loss, (300, 50_257))):
+        assert tuning_key(request(4000, *columns)) == tuning_key(request(4096, *columns))
+        assert tuning_key(request(4000, *columns)) != tuning_key(request(4097, *columns))
+        for i in range(2):
+            other = [size + (i == j) for j, size in enumerate(columns)]
+            assert tuning_key(request(4000, *columns)) != tuning_key(request(4000, *other))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class LossRequest(Request):
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ("tokens", "depth", "vocabulary")
+    ROUNDED: ClassVar[tuple[str, ...]] = ("tokens",)
 
     tokens: int
     depth: int

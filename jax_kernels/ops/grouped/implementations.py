@@ -36,6 +36,7 @@ class GroupedRequest(Request):
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ("groups", "m", "n", "k", "source_rows")
+    ROUNDED: ClassVar[tuple[str, ...]] = ("m", "source_rows")
 
     groups: int
     m: int

@@ -21,6 +21,7 @@ from jax_kernels.pallas.matmul.sm90 import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.triton import low_bit as low_bit_triton
 from jax_kernels.pallas.matmul.triton import matmul as matmul_triton
 from jax_kernels.pallas.triton.tensors import reaches
+from jax_kernels.plans import rounded_up
 from jax_kernels.quantization.formats import LowBit
 from jax_kernels.reference import matmul as reference
 
@@ -52,6 +53,21 @@ class MatmulRequest(Request):
     derivative: Any = None
     transpose_x: bool = False
     is_gated: bool = False
+
+    def bucket(self) -> dict[str, Any]:
+        """As Request.bucket. The rows of x [rows, columns], as the caller sees it, are rounded up: m, or with
+        transpose_x the summed k.
+        """
+        name = "k" if self.transpose_x else "m"
+        rows = getattr(self, name)
+        rounded = rounded_up(rows)
+        of_x, of_w, of_out = self.shapes
+        of_x = rounded, of_x[1]
+        if self.transpose_x:
+            of_w = (rounded, of_w[1]) if of_w == (rows, self.n) else (of_w[0], rounded)
+        else:
+            of_out = rounded, of_out[1]
+        return super().bucket() | {name: rounded, "shapes": (of_x, of_w, of_out)}
 
 
 def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], device: Any) -> MatmulRequest:
