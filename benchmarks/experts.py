@@ -10,15 +10,18 @@ On N GPUs the experts are sharded over them, and each GPU has the same number of
 are the two ways to exchange tokens, by the wall clock over queued calls, and "block" on one GPU by the same clock.
 "efficiency" is the time of "block" on one GPU over the contender's.
 
+Most of a run is compilation. Each stage of it is printed with its seconds. No contender is built after --budget.
+
 The exit status is 1 if a contender failed or was wrong.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,14 +29,15 @@ import jax.numpy as jnp
 from flax import nnx
 from harness import case_rows, command_line, report
 from harness.cases import relative_error
-from harness.process import prepare_process
+from harness.process import prepare_process, say
 from harness.side_by_side import gpu_alone
 from harness.timers import choose_timer
-from harness.timing import Contender, alternate, host_timer, spread
+from harness.timing import Contender, alternate, host_timer, skipped, spread
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_kernels import compiler_options, grouped_matmul
+from jax_kernels import compile_kernels, compiler_options, grouped_matmul
+from jax_kernels.compilation import paused_collections
 from jax_kernels.models import MixtureOfExperts, ShardingRules
 
 SHAPES = "16384,2560,1280,64,2"
@@ -61,17 +65,56 @@ class Case:
         """The TFLOP/s of a GPU: of three matmuls, and two gradients of each."""
         return 9 * 2 * self.tokens * self.each * self.model_dim * self.mlp_dim / milliseconds / 1e9
 
-    def module(self, exchange: str = "gather") -> MixtureOfExperts:
+    def module(self, exchange: str, key: jax.Array) -> MixtureOfExperts:
         sizes = self.model_dim, self.mlp_dim, self.experts, self.each
         return MixtureOfExperts(
-            *sizes, exchange=exchange, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+            *sizes, exchange=exchange, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(key)
         )
 
-    def arrays(self, devices: int) -> list[jax.Array]:
-        """x and dout, [devices, tokens, model_dim] in bfloat16."""
-        shape = devices, self.tokens, self.model_dim
-        make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
+    def state(self, mesh: jax.sharding.Mesh, exchange: str = "gather") -> tuple[Any, Any]:
+        """(the graphdef, the parameters) of the module, with the experts sharded over the mesh."""
+        key = jax.random.key(0)
+        graphdef, shapes = nnx.split(nnx.eval_shape(lambda key: self.module(exchange, key), key))
+        sharding = lambda path, _: NamedSharding(mesh, P("expert" if "proj" in str(path) else None))
+        # One program: a program for each operation of the initialisation would take seconds to compile.
+        make = jax.jit(
+            lambda key: nnx.state(self.module(exchange, key)),
+            out_shardings=jax.tree_util.tree_map_with_path(sharding, shapes),
+        )
+        return graphdef, make(key)
+
+    def arrays(self, mesh: jax.sharding.Mesh) -> list[jax.Array]:
+        """x and dout, [devices, tokens, model_dim] in bfloat16, sharded over the mesh."""
+        shape = mesh.size, self.tokens, self.model_dim
+        sharding = NamedSharding(mesh, ShardingRules().spec(("batch", "tokens", None), shape, mesh))
+        make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16), out_shardings=sharding)
         return [make(jax.random.key(seed)) for seed in range(2)]
+
+
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Prints the name before the code, and the seconds after it."""
+    say(f"  {name}: ", end="")
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        say(f"{time.monotonic() - start:.1f} s")
+
+
+def compiled(name: str, function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """The program of a function. name: of the contender, in the printed stages. options: of jax.jit."""
+    with stage(f"{name}: tracing and lowering"), paused_collections():
+        lowered = jax.jit(function, **options).lower(*given)
+    with stage(f"{name}: Mosaic kernels"):
+        compile_kernels(lowered)
+    with stage(f"{name}: XLA"):
+        return lowered.compile()
+
+
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    """The mesh of the first devices, with the axis "expert"."""
+    return jax.make_mesh((devices,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 def step(graphdef: Any, parameters: Any, x: jax.Array, dout: jax.Array) -> tuple[jax.Array, Any]:
@@ -80,32 +123,35 @@ def step(graphdef: Any, parameters: Any, x: jax.Array, dout: jax.Array) -> tuple
     return out, vjp(dout)
 
 
-def block(case: Case, devices: int = 1, exchange: str = "gather") -> Callable[[int], Any]:
-    """The call of the module, on the first devices."""
-    mesh = jax.make_mesh((devices,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
-    rules = ShardingRules()
+def block(case: Case, exchange: str = "gather") -> Callable[[int], Any]:
+    """The call of the module, on the case's devices."""
+    mesh = mesh_of(case.devices)
+    name = "block" if case.devices == 1 else exchange
     with jax.set_mesh(mesh):
-        graphdef, parameters = nnx.split(case.module(exchange))
-        placed = lambda path, y: jax.device_put(y, NamedSharding(mesh, P("expert" if "proj" in str(path) else None)))
-        parameters = jax.tree_util.tree_map_with_path(placed, parameters)
-        spec = rules.spec(("batch", "tokens", None), (devices, case.tokens, case.model_dim), mesh)
-        given = [jax.device_put(y, NamedSharding(mesh, spec)) for y in case.arrays(devices)]
-        run = jax.jit(functools.partial(step, graphdef), compiler_options=compiler_options(mesh))
-        program = run.lower(parameters, *given).compile()
-    return lambda index: program(parameters, *given)
+        with stage(f"{name}: arrays"):
+            graphdef, parameters = case.state(mesh, exchange)
+            given = jax.block_until_ready((parameters, *case.arrays(mesh)))
+        run = functools.partial(step, graphdef)
+        program = compiled(name, run, *given, compiler_options=compiler_options(mesh))
+    return lambda index: program(*given)
+
+
+# A case of several devices has the same contender on one GPU as the case of one device before it.
+block_on_one = functools.lru_cache(maxsize=1)(block)
 
 
 def products(case: Case) -> Callable[[int], Any]:
     """The nine grouped matmuls of the call, and nothing else."""
-    module = case.module()
-    x, _ = case.arrays(1)
+    mesh = mesh_of(1)
+    graphdef, parameters = case.state(mesh)
+    parameters, x = jax.device_put((parameters, case.arrays(mesh)[0]), jax.devices()[0])  # without the mesh
+    module = nnx.merge(graphdef, parameters)
     sizes = jax.jit(lambda x: module.with_routing(x)[1].load)(x)
     rows = case.tokens * case.each
     normal = lambda seed, columns: jax.random.normal(jax.random.key(seed), (rows, columns), jnp.bfloat16)
     given = normal(0, case.model_dim), normal(1, case.mlp_dim)
     kernels = [y[...] for y in (module.gate_proj, module.up_proj, module.down_proj) if y is not None]
 
-    @jax.jit
     def run(given: Any, kernels: Any) -> Any:
         wide, narrow = given
         douts = narrow, narrow + 1, wide  # equal gradients would be computed once
@@ -115,19 +161,25 @@ def products(case: Case) -> Callable[[int], Any]:
             results[-1] = results[-1][0], results[-1][1](dout)
         return results
 
-    program = run.lower(given, kernels).compile()
+    program = compiled("products", run, given, kernels)
     return lambda index: program(given, kernels)
 
 
-def contenders_of(case: Case, exchanges: Sequence[str]) -> list[Contender]:
-    """The contenders that could be built. Each exchange is judged against the first one."""
-    builders = {"block": functools.partial(block, case)}
+def contenders_of(case: Case, exchanges: Sequence[str], deadline: float = float("inf")) -> list[Contender]:
+    """The contenders that could be built. Each exchange is judged against the first one.
+
+    deadline: by time.monotonic; contenders after it are skipped.
+    """
+    builders = {"block": functools.partial(block_on_one, dataclasses.replace(case, devices=1))}
     if case.devices == 1:
         builders["products"] = functools.partial(products, case)
     for name in exchanges if case.devices > 1 else ():
-        builders[name] = functools.partial(block, case, case.devices, name)
+        builders[name] = functools.partial(block, case, name)
     found, first = [], None
     for name, build in builders.items():
+        if time.monotonic() > deadline:
+            found.append(skipped(name, "jax"))
+            continue
         found.append(Contender(name, "jax"))
         with found[-1].attempt():
             if case.devices > jax.device_count():
@@ -143,10 +195,11 @@ def contenders_of(case: Case, exchanges: Sequence[str]) -> list[Contender]:
     return found
 
 
-def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    contenders = contenders_of(case, args.exchanges)
+def measure(case: Case, timer: Any, args: argparse.Namespace, *, deadline: float = float("inf")) -> dict[str, Any]:
+    say(f"{case.label}:")
+    contenders = contenders_of(case, args.exchanges, deadline)
     clock = timer if case.devices == 1 else host_timer
-    alternate(contenders, clock, rounds=args.rounds, seconds=args.seconds)
+    alternate(contenders, clock, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
     row = case_rows.row_of(case, contenders, "tflops", case.tflops)
     times = {c.name: spread(c.times)["median"] for c in contenders if c.times}
     if case.devices > 1 and "block" in times:
@@ -166,8 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     until = time.monotonic() + args.budget
     name, timer = choose_timer(args.timer, ["jax"])
     results = report.header(args.commit, False, timer=name, rows=[])
-    cases = [Case(*shape, devices) for devices in command_line.numbers(args.devices) for shape in shapes]
-    return case_rows.run(cases, measure, args, timer, results, until)
+    cases = [Case(*shape, devices) for shape in shapes for devices in command_line.numbers(args.devices)]
+    return case_rows.run(cases, functools.partial(measure, deadline=until), args, timer, results, until)
 
 
 if __name__ == "__main__":

@@ -149,8 +149,9 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, filled: Index) -> N
 
     @pl.when(jnp.logical_not(is_in_group) & (count > 0))
     def _zeros():
-        for part in range(kernel.traits.block_n // COLUMNS):
-            _store_part(kernel, wg, tile, part, row, count, None)
+        # A loop, because JAX's time to lower the kernel grows with the number of stores.
+        store = lambda part, _: _store_part(kernel, wg, tile, part, row, count, None)
+        lax.fori_loop(0, kernel.traits.block_n // COLUMNS, store, None)
 
 
 def columns_of(arrays: list[jax.Array], part: int) -> jax.Array:
