@@ -133,7 +133,7 @@ SEGMENT_SPILLS = {(64, 64): 0, (80, 80): 48, (96, 96): 56, (128, 128): 0, (160, 
     [pytest.param(*sizes, marks=[] if sizes == (192, 128) else pytest.mark.slow) for sizes in SEGMENT_SPILLS],
 )
 def test_segments_of_grouped_heads_on_hopper(head_dim, v_head_dim, is_causal):
-    """If the place of a step stays in registers, ptxas serialises the matmuls of 96, 160 and 192/128 (C7512)."""
+    """If a step keeps its block of queries in registers, ptxas serialises the matmuls of 96, 160, 192/128 (C7512)."""
     sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim, "heads": 32, "kv_heads": 8}
     spec = Spec("mosaic_gpu", is_causal=is_causal, segment_ids=True, q_length=4001, kv_length=4001, **sizes)
     report = compile_spec("h200", spec)

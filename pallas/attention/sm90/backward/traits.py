@@ -142,7 +142,7 @@ class Traits:
 
     @property
     def reads_place_again(self) -> bool:
-        """Whether a step reads the place of its block of queries again when it stores dquery: no registers are left to
+        """Whether a step reads the index of its block of queries again when it stores dquery: no registers are left to
         keep it.
         """
         if self.is_persistent or self.late_dp:
