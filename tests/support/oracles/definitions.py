@@ -185,17 +185,27 @@ class Definitions:
         transpose_w: bool = False,
         **others: Any,
     ) -> torch.Tensor:
-        parts, begin = [], 0
-        for i, size in enumerate(group_sizes.tolist()):
-            rows = x[begin : begin + size]
-            parts.append(
-                self.matmul(
-                    rows, w[i], bias=None if bias is None else bias[i], activation=activation, transpose_w=transpose_w
-                )
-            )
-            begin += size
-        columns = w.shape[1 if transpose_w else 2]
-        return torch.cat([*parts, torch.zeros(len(x) - begin, columns, dtype=x.dtype, device=x.device)])
+        def of_group(rows: torch.Tensor, i: int) -> torch.Tensor:
+            of_bias = None if bias is None else bias[i]
+            return self.matmul(rows, w[i], bias=of_bias, activation=activation, transpose_w=transpose_w)
+
+        return _by_group(x, group_sizes, w.shape[1 if transpose_w else 2], of_group)
+
+    def grouped_gated_matmul(
+        self,
+        x: torch.Tensor,
+        w_gate: torch.Tensor,
+        w_up: torch.Tensor,
+        group_sizes: Any,
+        activation: Any = "silu",
+        *,
+        transpose_w: bool = False,
+        **others: Any,
+    ) -> torch.Tensor:
+        def of_group(rows: torch.Tensor, i: int) -> torch.Tensor:
+            return self.gated_matmul(rows, w_gate[i], w_up[i], activation, transpose_w=transpose_w)
+
+        return _by_group(x, group_sizes, w_gate.shape[1 if transpose_w else 2], of_group)
 
     def layer_norm(
         self,
@@ -261,6 +271,17 @@ class Definitions:
         values, scale = jax_kernels.quantize_fp8(_jax(x), axis=axis)
         scale = np.expand_dims(np.array(scale, np.float64), axis)
         return torch.as_tensor(np.array(values, np.float64) * scale, device=x.device), None
+
+
+def _by_group(
+    x: torch.Tensor, group_sizes: Any, columns: int, of_group: Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
+    """of_group(rows, i) of the rows of each group i in turn, and zeros [.., columns] for the rows past the last."""
+    parts, begin = [], 0
+    for i, size in enumerate(group_sizes.tolist()):
+        parts.append(of_group(x[begin : begin + size], i))
+        begin += size
+    return torch.cat([*parts, torch.zeros(len(x) - begin, columns, dtype=x.dtype, device=x.device)])
 
 
 def _jax(x: torch.Tensor) -> jax.Array:
