@@ -117,7 +117,7 @@ def products(draw: Draw) -> Call:
         arrays=arrays,
         moved=list(arrays),
         dtype=dtype,
-        options=options | {"op": op, "m": m, "n": n, "k": k, "dtype": dtype, "arrays": sorted(arrays)},
+        options=options | {"op": name, "m": m, "n": n, "k": k, "dtype": dtype, "arrays": sorted(arrays)},
     )
 
 
