@@ -64,13 +64,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     counts, turn = Counts(), 0
     tasks = [(kind, route) for kind in kinds for route in routes]
+    first = args.seed % len(tasks)  # processes with other seeds begin with other kinds
 
     def is_over() -> bool:
         done = counts.passed.total() + len(counts.failures)
         return time.monotonic() > end if end is not None else done >= args.examples
 
     while not is_over():
-        kind, route = tasks[turn % len(tasks)]
+        kind, route = tasks[(first + turn) % len(tasks)]
         seed = args.seed * 1_000_003 + turn
         run_kind(kind, route, counts, examples=ROUND, seed=seed, is_over=is_over, shrink=args.shrink)
         turn += 1
