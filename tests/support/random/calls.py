@@ -366,10 +366,8 @@ def few_bits(draw: Draw) -> Call:
         moved=["x"],
         dtype=dtype,
         keeps=frozenset(weights),
-        # Near relu's kink, a rounded weight can move a gradient from 0 to 1. With many rows, weights are rounded. One
-        # of m * n gradients that moves is an error of about 1.4 / (m * n) ** 0.5.
+        # Near relu's kink, a rounded weight can move a gradient from 0 to 1. With many rows, weights are rounded.
         tolerance=TOLERANCE["bfloat16"] if activation == "relu" else None,
-        gradient_slack=0.03 + 1.5 / (m * n) ** 0.5 if activation == "relu" else 0.0,
         options={"m": m, "n": n, "k": k, "format": format, "is_gated": is_gated, "dtype": dtype, "f": activation}
         | layout
         | {"transpose_w": transpose_w},

@@ -24,7 +24,7 @@ class Call:
     arrays. how: implementation, and precision if the op has it. arrays: float32 values that `dtype` can represent,
     integers and bools. moved: names of the arrays to differentiate. keeps: names of the float arrays that stay float32
     in every call. options: the choices drawn, for messages. implementation_is_free: whether `forward` takes
-    implementation. gradient_slack: added to the tolerance of gradients.
+    implementation.
     """
 
     forward: Callable[..., Mapping[str, Any]]
@@ -35,7 +35,6 @@ class Call:
     keeps: frozenset[str] = frozenset()
     has_precision: bool = True
     tolerance: float | None = None
-    gradient_slack: float = 0.0
     implementation_is_free: bool = True
 
     def given(self, dtype: str) -> dict[str, jax.Array]:
@@ -87,9 +86,7 @@ def check(call: Call, got: Mapping[str, Any] | None = None, wanted: Mapping[str,
             continue
         size = np.sqrt(np.square(right[where]).mean())
         error = np.sqrt(np.square(x[where] - right[where]).mean()) / max(size, 1.0 if name == "lse" else 1e-3)
-        allowed = call.tolerance or TOLERANCE[call.dtype]
-        if name.startswith("d_"):
-            allowed = 2 * allowed + call.gradient_slack
+        allowed = (call.tolerance or TOLERANCE[call.dtype]) * (2 if name.startswith("d_") else 1)
         assert error <= allowed, (name, error, allowed, call.options)
 
 
