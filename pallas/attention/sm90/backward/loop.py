@@ -48,13 +48,17 @@ class WorkTile:
             return kernel.q_loop(tile, kernel.block(tile)).steps
         return self.q_loop.steps
 
+    def block_again(self) -> KeyBlock:
+        """The block of keys, recomputed."""
+        return self.kernel.block(recomputed(self.tile))
+
     def first_key_again(self) -> Index:
         """The index of the first of the warpgroup's keys, recomputed."""
-        return first_key(self.kernel, self.kernel.block(recomputed(self.tile)), recomputed(self.kernel.wg))
+        return first_key(self.kernel, self.block_again(), recomputed(self.kernel.wg))
 
     def place_again(self, index: Index) -> StepPlace:
         """The block of queries of step number `index`, recomputed."""
-        return self.kernel.q_loop(self.tile, self.kernel.block(recomputed(self.tile))).place(index)
+        return self.kernel.q_loop(self.tile, self.block_again()).place(index)
 
 
 def first_key(kernel: Kernel, block: KeyBlock, wg: Index) -> Index:
@@ -168,7 +172,7 @@ class QStep:
         """The batch entry of the step, read again or recomputed."""
         if self.traits.is_persistent:
             return self.numbers().b
-        return self.kernel.block(recomputed(self.work.tile)).b
+        return self.work.block_again().b
 
     def first_key(self) -> Index:
         """The index within the sequence of the first of the warpgroup's keys."""
