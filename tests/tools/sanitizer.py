@@ -190,8 +190,9 @@ def _experts(implementation: str) -> Call:
 
     def combine(x: Any, w_gate: Any, w_up: Any, w_down: Any, weights: Any) -> Any:
         # Computed at run time: initcheck takes a constant of the program for unwritten memory.
-        sizes = jnp.where(jnp.isfinite(x[0, 0]), jnp.asarray([70, 0, 13, 161], jnp.int32), 0)
-        order = jnp.arange(304, dtype=jnp.int32) * 7 % 304
+        at_run_time = lambda values: jnp.where(jnp.isfinite(x[0, 0]), values, 0)
+        sizes = at_run_time(jnp.asarray([70, 0, 13, 161], jnp.int32))
+        order = at_run_time(jnp.arange(304, dtype=jnp.int32) * 7 % 304)
         inverse = jnp.zeros_like(order).at[order].set(jnp.arange(304, dtype=jnp.int32))
         count = sizes.sum(dtype=jnp.int32)
         rows = token_rows(x, 2, order, inverse, count)
