@@ -78,6 +78,26 @@ def test_the_summary(tmp_path, monkeypatch, capsys):
         stress.main(["--kinds", "norm"])
 
 
+def test_a_process_that_does_not_end(tmp_path, monkeypatch):
+    """Its whole rounds count, and it is listed with the kind of its call. The processes' seeds are 2 and 3."""
+    script = tmp_path / "worker.py"
+    script.write_text("""
+import json, pathlib, sys, time
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+seed, running = int(given["--seed"]), {"running": {"kind": "norms", "route": "jax", "seed": 7}}
+found = {"device": "cpu", "failures": [], "examples": seed, "passed": {"norms": {"jax": {"xla": seed}}}}
+pathlib.Path(given["--output"]).write_text(json.dumps(found | (running if seed == 3 else {})))
+time.sleep(600 if seed == 3 else 0)
+""")
+    monkeypatch.setattr(stress, "__file__", str(script))
+    output = tmp_path / "s.json"
+    words = ["--minutes", "0.1", "--grace", "0", "--workers", "2", "--seed", "1", "--output", str(output)]
+    assert stress.main(words) == 1
+    found = json.loads(output.read_text())
+    assert (found["examples"], found["passed"]) == (5, {"norms": {"jax": {"xla": 5}}})
+    assert found["unfinished"] == [{"kind": "norms", "route": "jax", "seed": 7}]
+
+
 def test_every_op_is_drawn():
     """By its name in a call of some kind; ring and sharded ops have random calls of their own."""
     seen = set()

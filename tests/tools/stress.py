@@ -5,8 +5,10 @@
     python tests/tools/stress.py --kinds norms --routes bridge --seed 5 --shrink
 
 hypothesis draws the calls: `make test-stress`. Without a GPU the calls are small. The JSON has the number of calls that
-agreed, by kind, route (jax or bridge) and implementation, and each failure with the call's options. Exit status 1 if a
-call failed. --shrink looks for the simplest call that fails, which takes minutes.
+agreed, by kind, route (jax or bridge) and implementation, and each failure with the call's options. A process that is
+still in a call --grace seconds after its minutes is killed and listed as unfinished; the calls of its whole rounds
+count. Exit status 1 if a call failed or a process was killed. --shrink looks for the simplest call that fails, which
+takes minutes.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=2000, help="calls in all")
     parser.add_argument("--minutes", type=float, help="run this long instead of a number of calls")
+    parser.add_argument("--grace", type=float, default=120, help="seconds after --minutes until a worker is killed")
     parser.add_argument("--kinds", default="", help="kinds of calls, by commas; all without")
     parser.add_argument("--routes", default="jax,bridge")
     parser.add_argument("--seed", type=int, default=0)
@@ -39,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shrink", action="store_true")
     args = parser.parse_args(argv)
     begin = time.monotonic()
+    args.end = None if args.minutes is None else begin + 60 * args.minutes
     found = share(args) if args.workers > 1 else run(args)
     found = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **found}
     found["minutes"] = round((time.monotonic() - begin) / 60, 1)
@@ -46,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output is not None:
         args.output.write_text(text + "\n")
     print(text)
-    return int(bool(found["failures"]))
+    return int(bool(found["failures"] or found.get("unfinished")))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -61,22 +66,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     unknown = [name for name in kinds if name not in KINDS]
     if unknown:
         sys.exit(f"--kinds: got {', '.join(unknown)}, want some of {', '.join(KINDS)}")
-    end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     counts, turn = Counts(), 0
     tasks = [(kind, route) for kind in kinds for route in routes]
     first = args.seed % len(tasks)  # processes with other seeds begin with other kinds
 
     def is_over() -> bool:
         done = counts.passed.total() + len(counts.failures)
-        return time.monotonic() > end if end is not None else done >= args.examples
+        return time.monotonic() > args.end if args.end is not None else done >= args.examples
+
+    def summary() -> dict[str, Any]:
+        return {"device": jax.devices()[0].device_kind, "seed": args.seed, **counts.as_json()}
 
     while not is_over():
         kind, route = tasks[(first + turn) % len(tasks)]
         seed = args.seed * 1_000_003 + turn
+        if args.output is not None:
+            running = {"kind": kind, "route": route, "seed": seed}
+            args.output.write_text(json.dumps(summary() | {"running": running}))
         run_kind(kind, route, counts, examples=ROUND, seed=seed, is_over=is_over, shrink=args.shrink)
         turn += 1
         print(f"{counts.passed.total()} calls, {len(counts.failures)} failures", file=sys.stderr, flush=True)
-    return {"device": jax.devices()[0].device_kind, "seed": args.seed, **counts.as_json()}
+    return summary()
 
 
 def share(args: argparse.Namespace) -> dict[str, Any]:
@@ -87,26 +97,41 @@ def share(args: argparse.Namespace) -> dict[str, Any]:
         options += [] if args.minutes is None else ["--minutes", str(args.minutes)]
         options += ["--kinds", args.kinds] if args.kinds else []
         options += ["--shrink"] if args.shrink else []
+        seeds = [str(args.seed * args.workers + i) for i in range(args.workers)]
         processes = [
             subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    *options,
-                    "--seed",
-                    str(args.seed * args.workers + i),
-                    "--output",
-                    str(path),
-                ],
+                [sys.executable, __file__, *options, "--seed", seed, "--output", str(path)],
                 stdout=subprocess.DEVNULL,
+                start_new_session=True,  # so that a kill reaches its children
             )
-            for i, path in enumerate(outputs)
+            for seed, path in zip(seeds, outputs, strict=True)
         ]
-        codes = [process.wait() for process in processes]
-        if any(code not in (0, 1) for code in codes) or not all(path.exists() for path in outputs):
+        try:
+            codes = [_ended(process, args) for process in processes]
+        finally:
+            for process in processes:
+                _kill(process)
+        if any(code not in (0, 1, -signal.SIGKILL) for code in codes):
             sys.exit(f"a process ended with the status {codes}")
-        found = [json.loads(path.read_text()) for path in outputs]
+        found = [json.loads(path.read_text()) for path in outputs if path.exists()]
+        if not found:
+            sys.exit("all processes were killed before their first call")
     return merged(found) | {"seed": args.seed}
+
+
+def _ended(process: subprocess.Popen[bytes], args: argparse.Namespace) -> int:
+    """The status of a process, which is killed `grace` seconds after the end."""
+    try:
+        return process.wait(None if args.end is None else max(args.end + args.grace - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        return process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process and its children, if it has not ended."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -122,6 +147,7 @@ def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "device": found[0]["device"],
         "examples": sum(one["examples"] for one in found),
         "failures": [failure for one in found for failure in one["failures"]],
+        "unfinished": [one["running"] for one in found if "running" in one],
         "passed": passed,
     }
 
