@@ -10,6 +10,9 @@ On N GPUs the experts are sharded over them, and each GPU has the same number of
 are the two ways to exchange tokens, by the wall clock over queued calls, and "block" on one GPU by the same clock.
 "efficiency" is the time of "block" on one GPU over the contender's.
 
+--profile writes the kernels and copies of a further call of each contender on several GPUs, in the order of their
+starts: "timelines" of the row.
+
 Most of a run is compilation. Each stage of it is printed with its seconds. No contender is built after --budget.
 
 The exit status is 1 if a contender failed or was wrong.
@@ -29,10 +32,11 @@ import jax.numpy as jnp
 from flax import nnx
 from harness import case_rows, command_line, report
 from harness.cases import relative_error
+from harness.device_activity import DeviceActivity, timeline
 from harness.process import prepare_process, say
 from harness.side_by_side import gpu_alone
 from harness.timers import choose_timer
-from harness.timing import Contender, alternate, host_timer, skipped, spread
+from harness.timing import Call, Contender, alternate, host_timer, skipped, spread, wait
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -198,13 +202,25 @@ def contenders_of(case: Case, exchanges: Sequence[str], deadline: float = float(
 def measure(case: Case, timer: Any, args: argparse.Namespace, *, deadline: float = float("inf")) -> dict[str, Any]:
     say(f"{case.label}:")
     contenders = contenders_of(case, args.exchanges, deadline)
-    clock = timer if case.devices == 1 else host_timer
-    alternate(contenders, clock, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
+    options: dict[str, Any] = {"rounds": args.rounds, "seconds": args.seconds, "deadline": deadline, "say": say}
+    if case.devices == 1:
+        alternate(contenders, timer, **options)
+    else:
+        with timer.paused() if isinstance(timer, DeviceActivity) else contextlib.nullcontext():
+            alternate(contenders, host_timer, **options)
     row = case_rows.row_of(case, contenders, "tflops", case.tflops)
     times = {c.name: spread(c.times)["median"] for c in contenders if c.times}
     if case.devices > 1 and "block" in times:
         row["efficiency"] = {name: times["block"] / ms for name, ms in times.items() if name != "block"}
+    if case.devices > 1 and args.profile:
+        row["timelines"] = {c.name: timeline_of(c.call, timer) for c in contenders if c.call is not None}
     return row
+
+
+def timeline_of(call: Call, activity: DeviceActivity) -> list[dict[str, Any]]:
+    """The kernels and copies of a call that the GPUs are ready for, behind one that is left out."""
+    wait(call(0), "jax")
+    return timeline(activity.of(lambda: wait(call(1), "jax")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,12 +228,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default=SHAPES, help="tokens,model_dim,mlp_dim,experts,experts of a token; ...")
     parser.add_argument("--devices", default="1", help="comma list of numbers of GPUs")
     parser.add_argument("--exchanges", default=",".join(EXCHANGES), help="comma list of ways to exchange tokens")
+    parser.add_argument("--profile", action="store_true", help="write the kernels of a call on several GPUs")
     args = parser.parse_args(argv)
     args.exchanges = command_line.names("exchanges", args.exchanges, EXCHANGES)
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     prepare_process()
     until = time.monotonic() + args.budget
     name, timer = choose_timer(args.timer, ["jax"])
+    if args.profile and not isinstance(timer, DeviceActivity):
+        parser.error(f"--profile: got --timer {name}, want cupti")
     results = report.header(args.commit, False, timer=name, rows=[])
     cases = [Case(*shape, devices) for shape in shapes for devices in command_line.numbers(args.devices)]
     return case_rows.run(cases, functools.partial(measure, deadline=until), args, timer, results, until)

@@ -6,20 +6,21 @@ Activity records need no subscriber.
 """
 
 import atexit
+import contextlib
 import ctypes
 import importlib.util
 import operator
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from harness.timing import Call, Reading, queue, wait
 
 # CUpti_ActivityKind, cupti_activity.h.
-MEMCPY, MEMSET, KERNEL, CONCURRENT_KERNEL = 1, 2, 3, 10
-ENABLED = (CONCURRENT_KERNEL, MEMSET, MEMCPY)
-NAMES = {MEMCPY: "[copy]", MEMSET: "[memset]"}
+MEMCPY, MEMSET, KERNEL, CONCURRENT_KERNEL, PEER_MEMCPY = 1, 2, 3, 10, 22
+ENABLED = (CONCURRENT_KERNEL, MEMSET, MEMCPY, PEER_MEMCPY)
+NAMES = {MEMCPY: "[copy]", MEMSET: "[memset]", PEER_MEMCPY: "[copy between GPUs]"}
 
 BUFFER_BYTES = 8 << 20
 FLUSH_FORCED = 1
@@ -46,15 +47,16 @@ class _Record(ctypes.Structure):
 
 
 _DEVICE_OFFSET, _NAME_OFFSET = 40, 104  # the same in CUpti_ActivityKernel5 to CUpti_ActivityKernel11
+_MEMORY_DEVICE_OFFSET = 32  # the same in the records of memsets and copies
 
 
 class Activity(NamedTuple):
-    """A kernel, memset or copy. start, end: in ns. device: a kernel's GPU number; None for memsets and copies."""
+    """A kernel, memset or copy. start, end: in ns. device: the number of its GPU."""
 
     name: str
     start: int
     end: int
-    device: int | None = None
+    device: int
 
 
 def find_library() -> str:
@@ -97,8 +99,7 @@ class DeviceActivity:
         # CUPTI keeps the addresses: the two function objects must live as long as CUPTI.
         self._callbacks = (_Requested(self._lend), _Completed(self._take_back))
         self._do("cuptiActivityRegisterCallbacks", *self._callbacks)
-        for kind in ENABLED:
-            self._do("cuptiActivityEnable", ctypes.c_int(kind))
+        self._enable()
         atexit.register(self.close)  # a buffer returned after Python has ended would crash the process
 
     def __call__(self, call: Call, calls: int, framework: str) -> Reading:
@@ -114,12 +115,28 @@ class DeviceActivity:
         work()
         return self._collect()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is collected inside the block: records take host time in each launch."""
+        self._disable()
+        try:
+            yield
+        finally:
+            self._enable()
+
     def close(self) -> None:
         """Ends the collection; CUPTI returns its buffers."""
         atexit.unregister(self.close)
+        self._disable()
+        self._cupti.cuptiActivityFlushAll(ctypes.c_uint32(FLUSH_FORCED))
+
+    def _enable(self) -> None:
+        for kind in ENABLED:
+            self._do("cuptiActivityEnable", ctypes.c_int(kind))
+
+    def _disable(self) -> None:
         for kind in ENABLED:
             self._cupti.cuptiActivityDisable(ctypes.c_int(kind))
-        self._cupti.cuptiActivityFlushAll(ctypes.c_uint32(FLUSH_FORCED))
 
     def _do(self, function: str, *arguments: Any) -> None:
         result = getattr(self._cupti, function)(*arguments)
@@ -163,12 +180,14 @@ def records(next_record: Callable[..., int], buffer: Any, valid: int) -> list[Ac
     record = ctypes.c_void_p(None)
     while next_record(buffer, ctypes.c_size_t(valid), ctypes.byref(record)) == 0 and record.value:
         fields = _Record.from_address(record.value)
-        if fields.kind in NAMES:
-            found.append(Activity(NAMES[fields.kind], fields.start, fields.end))
-        elif fields.kind in (KERNEL, CONCURRENT_KERNEL):
-            name = ctypes.c_char_p.from_address(record.value + _NAME_OFFSET).value or b"?"
-            device = ctypes.c_uint32.from_address(record.value + _DEVICE_OFFSET).value
-            found.append(Activity(name.decode(errors="replace"), fields.start, fields.end, device))
+        is_kernel = fields.kind in (KERNEL, CONCURRENT_KERNEL)
+        if not is_kernel and fields.kind not in NAMES:
+            continue
+        offset = _DEVICE_OFFSET if is_kernel else _MEMORY_DEVICE_OFFSET
+        device = ctypes.c_uint32.from_address(record.value + offset).value
+        pointer = ctypes.c_char_p.from_address(record.value + _NAME_OFFSET) if is_kernel else None
+        name = NAMES[fields.kind] if pointer is None else (pointer.value or b"?").decode(errors="replace")
+        found.append(Activity(name, fields.start, fields.end, device))
     return found
 
 
@@ -194,7 +213,7 @@ def profile(found: Sequence[Activity], calls: int) -> dict[str, Any]:
     kernel's start to the last kernel's end, "busy": with any kernel, "sends": with an NCCL kernel, "sends_alone": with
     only NCCL kernels}.
     """
-    mine = [x for x in found if x.device == 0]
+    mine = [x for x in found if x.device == 0 and x.name not in NAMES.values()]
     names: dict[str, list[Activity]] = {}
     for x in mine:
         names.setdefault(re.sub(r"[._]\d+$", "", x.name), []).append(x)
@@ -212,6 +231,14 @@ def profile(found: Sequence[Activity], calls: int) -> dict[str, Any]:
         "sends": _busy_ms(sends, calls),
         "sends_alone": _busy_ms(mine, calls) - _busy_ms(others, calls),
     }
+
+
+def timeline(found: Sequence[Activity]) -> list[dict[str, Any]]:
+    """Each activity in the order of the starts: {"device", "name", "start", "end"}, in us after the first start."""
+    first = min((x.start for x in found), default=0)
+    us = lambda time: (time - first) / 1e3
+    ordered = sorted(found, key=operator.attrgetter("start"))
+    return [{"device": x.device, "name": x.name, "start": us(x.start), "end": us(x.end)} for x in ordered]
 
 
 def _busy_ms(found: Sequence[Activity], calls: int) -> float:

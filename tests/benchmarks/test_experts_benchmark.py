@@ -67,3 +67,10 @@ def test_runs_on_two_devices(tmp_path):
     _, row = json.loads(output.read_text())["rows"]
     assert {c["name"]: c["status"] for c in row["contenders"]} == dict.fromkeys(("block", "gather", "all_to_all"), "ok")
     assert set(row["efficiency"]) == {"gather", "all_to_all"}
+
+
+def test_a_profile_needs_cupti(without_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
+    with pytest.raises(SystemExit):
+        benchmark.main(["--profile", "--timer", "host"])
+    assert "--profile: got --timer host, want cupti" in capsys.readouterr().err

@@ -176,8 +176,8 @@ class FakeCupti:
         ctypes.c_uint32.from_buffer(record, 0).value = kind
         ctypes.c_uint64.from_buffer(record, 16).value = start
         ctypes.c_uint64.from_buffer(record, 24).value = end
+        ctypes.c_uint32.from_buffer(record, 40 if name else 32).value = device
         if name:
-            ctypes.c_uint32.from_buffer(record, 40).value = device
             self.names.append(ctypes.create_string_buffer(name))
             ctypes.c_uint64.from_buffer(record, 104).value = ctypes.addressof(self.names[-1])
         self.waiting.append(bytes(record))
@@ -227,7 +227,7 @@ class FakeCupti:
 def test_cupti_counts_kernels_memsets_and_copies():
     cupti = FakeCupti()
     timer = device_activity.DeviceActivity(cupti)
-    assert cupti.enabled == [10, 2, 1]
+    assert cupti.enabled == [10, 2, 1, 22]
     cupti.add(10, 1, 10**9, b"before")  # work before the turn does not count
 
     def call(index):
@@ -235,7 +235,7 @@ def test_cupti_counts_kernels_memsets_and_copies():
         cupti.add(2, start, start + 500_000)
         cupti.add(10, start + 500_000, start + 2_000_000, b"attention")
         cupti.add(1, start + 1_500_000, start + 2_250_000)  # overlaps the kernel by 0.5 ms
-        cupti.add(22, start, start + 9_000_000)  # a kind that the timer did not enable
+        cupti.add(43, start, start + 9_000_000)  # a kind that the timer did not enable
         return ()
 
     reading = timer(call, 4, "jax")
@@ -243,6 +243,9 @@ def test_cupti_counts_kernels_memsets_and_copies():
     assert reading.kernels == pytest.approx({"[memset]": 0.5, "attention": 1.5, "[copy]": 0.75})
     assert reading.launches == 3
     assert timer._lent == {}
+    with timer.paused():
+        assert cupti.enabled == []
+    assert cupti.enabled == [10, 2, 1, 22]
     timer.close()
     assert cupti.enabled == []
 
@@ -270,6 +273,23 @@ def test_profile_reads_the_first_gpu():
         "span": 8, "busy": 6, "sends": 3, "sends_alone": 1.5,
     }  # fmt: skip
     assert device_activity.profile([], 2)["kernels"] == []
+
+
+def test_timeline_has_all_gpus_and_copies():
+    cupti = FakeCupti()
+    timer = device_activity.DeviceActivity(cupti)
+
+    def work():
+        cupti.add(10, 7_000, 9_000, b"matmul", device=1)
+        cupti.add(22, 5_000, 8_000, device=1)
+        cupti.add(2, 5_500, 5_600)
+
+    assert device_activity.timeline(timer.of(work)) == [
+        {"device": 1, "name": "[copy between GPUs]", "start": 0, "end": 3},
+        {"device": 0, "name": "[memset]", "start": 0.5, "end": 0.6},
+        {"device": 1, "name": "matmul", "start": 2, "end": 4},
+    ]
+    assert device_activity.timeline([]) == []
 
 
 def test_cupti_failure_is_reported():

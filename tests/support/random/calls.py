@@ -352,7 +352,7 @@ def few_bits(draw: Draw) -> Call:
     arrays = {"x": draw.normal(m, k, dtype=dtype)}
     weights = ["w_gate", "w_up"] if is_gated else ["w"]
     # With many rows, kernels round the dequantized weights to `dtype`. At relu's kink, that can move a gradient from 0
-    # to 1, so those weights are exact.
+    # to 1, so the weights of relu are exact.
     normal = lambda: draw.normal(*shape) / np.float32(k**0.5)
     weight = lambda: _exact_weights(draw, shape, format, -1 if transpose_w else 0) if activation == "relu" else normal()
     arrays |= {name: weight() for name in weights}
