@@ -12,7 +12,8 @@ per byte from the L2 cache.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -32,6 +33,14 @@ from jax_kernels.pallas.matmul.sm90.accumulate import (
     promoted_sums,
     scaled,
     with_scales_to_load,
+)
+from jax_kernels.pallas.matmul.sm90.epilogue_operands import (
+    epilogue_blocks,
+    fills_ending,
+    fills_starting,
+    memory_of,
+    part_of,
+    slot_of,
 )
 from jax_kernels.pallas.matmul.sm90.state import (
     BUFFERS,
@@ -136,15 +145,13 @@ def load_tile(kernel: Kernel, tile: WorkTile, nth: Index) -> None:
         pl.when(i >= traits.k_steps)(lambda: load(i - traits.k_steps, inputs.x_up, [inputs.w_up]))
 
     lax.fori_loop(0, traits.steps, step, None)
-    blocks = traits.block_m // ROWS
-    for i, name in enumerate(traits.epilogue_inputs):
-        for nth_rows in range(blocks):
-            slot = _free_slot(kernel, nth * traits.fills + traits.steps + i * blocks + nth_rows)
-            ready = needed(kernel.smem.epilogue_ready).at[kernel.barrier_of(slot, nth)]
-            for first, width in traits.operand_parts:
-                rows, columns = pl.ds(tile.row + nth_rows * ROWS, ROWS), pl.ds(tile.column + first, width)
-                target = kernel.epilogue_input(slot, first, width)
-                plgpu.copy_gmem_to_smem(getattr(inputs, name).at[rows, columns], target, ready)
+    for fill, blocks in itertools.groupby(epilogue_blocks(traits), key=lambda block: block.fill):
+        slot = _free_slot(kernel, nth * traits.fills + traits.steps + fill)
+        ready = needed(kernel.smem.epilogue_ready).at[kernel.barrier_of(slot, nth)]
+        for block in blocks:
+            rows, columns = pl.ds(tile.row + block.block * ROWS, ROWS), pl.ds(tile.column + block.first, block.width)
+            target = memory_of(kernel, slot, block.start, block.width)
+            plgpu.copy_gmem_to_smem(getattr(inputs, block.name).at[rows, columns], target, ready)
 
 
 def _free_slot(kernel: Kernel, number: Index) -> jax.Array:
@@ -196,54 +203,48 @@ def _wait_for_readers(kernel: Kernel, tiles: Index) -> None:
 def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> None:
     """Computes and stores the rows of a work tile that warpgroup `wg` has: sums in registers, then the epilogue.
 
-    nth: the number of work tiles that the CTA took before.
+    nth: the number of work tiles that the CTA took before. Each warpgroup waits for all operands of the epilogue, other
+    warpgroups' too, because it must count the barriers' phases.
     """
     traits, smem = kernel.traits, kernel.smem
     sums = (promoted_sums if traits.is_8_bit else plain_sums)(kernel, wg, tile, nth)
-    first, blocks = nth * traits.fills + traits.steps, traits.block_m // ROWS
-    slot_of = lambda i: lax.rem(first + i, jnp.int32(traits.stages))
-    loaded = len(traits.epilogue_inputs) * blocks
-    for i in range(loaded):  # other warpgroups' operands too: each warpgroup must count the barriers' phases
-        plgpu.barrier_wait(needed(smem.epilogue_ready).at[kernel.barrier_of(slot_of(i), nth)])
     for half, of_half in enumerate(sums):
-        mine = traits.block_of(wg, half)
-        slots = [slot_of(i * blocks + mine) for i in range(len(traits.epilogue_inputs))]
-        _epilogue(kernel, wg, tile, half, of_half, slots)
-    for i in range(loaded):
-        plgpu.barrier_arrive(smem.free.at[slot_of(i)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last work tile may have ended at either buffer
+        for part in range(traits.parts):
+            for fill in fills_starting(traits, part) if half == 0 else ():
+                ready = kernel.barrier_of(slot_of(kernel, fill, nth), nth)
+                plgpu.barrier_wait(needed(smem.epilogue_ready).at[ready])
+            _store_part(kernel, wg, tile, nth, half=half, part=part, sums=of_half)
+            for fill in fills_ending(traits, part) if half == len(sums) - 1 else ():
+                plgpu.barrier_arrive(smem.free.at[slot_of(kernel, fill, nth)])
 
 
-def _epilogue(kernel: Kernel, wg: Index, tile: WorkTile, half: int, sums: Sums, slots: Sequence[Index]) -> None:
-    """Computes the epilogue of 64 rows, and stores it in parts of traits.columns columns, through alternating buffers.
+def _store_part(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index, *, half: int, part: int, sums: Sums) -> None:
+    """Computes the epilogue of 64 rows and traits.columns columns, and stores it through alternating buffers.
 
-    half: the index of the 64 rows among the warpgroup's rows. slots: for each of traits.epilogue_inputs, the stage that
-    holds these rows.
+    nth: the number of work tiles that the CTA took before. half: the index of the 64 rows among the warpgroup's rows.
+    part: the index of the columns in the work tile. The operands of the epilogue have arrived.
     """
     traits, smem, results = kernel.traits, kernel.smem, kernel.results
-    columns = traits.columns
-    for part in range(traits.block_n // columns):
-        if part == 0:  # the last work tile may have ended at either buffer
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    columns, first = traits.columns, part * traits.columns
 
-        @pl.when((tile.column + part * columns < traits.n) & (tile.row + traits.first_row(wg, half) < traits.m))
-        def _store(part=part):
-            rows = pl.ds(tile.row + traits.first_row(wg, half), ROWS)
-            place, buffers = (rows, pl.ds(tile.column + part * columns, columns)), smem.out.at[wg]
-            z = columns_of(sums.product, part, columns)
-            up = None if sums.up is None else columns_of(sums.up, part, columns)
+    @pl.when((tile.column + first < traits.n) & (tile.row + traits.first_row(wg, half) < traits.m))
+    def _store():
+        rows = pl.ds(tile.row + traits.first_row(wg, half), ROWS)
+        place, buffers = (rows, pl.ds(tile.column + first, columns)), smem.out.at[wg]
+        z = columns_of(sums.product, part, columns)
+        up = None if sums.up is None else columns_of(sums.up, part, columns)
 
-            def epilogue_input(name):
-                if name not in traits.epilogue_inputs:
-                    return _residual(
-                        buffers.at[0], needed(smem.residual_ready).at[wg], kernel.inputs.residual.at[place]
-                    )
-                found = kernel.epilogue_input(slots[traits.epilogue_inputs.index(name)], part * columns, columns)
-                return plgpu.load(found, layout=WGMMA).astype(jnp.float32)
+        def epilogue_input(name):
+            if name not in traits.epilogue_inputs:
+                return _residual(buffers.at[0], needed(smem.residual_ready).at[wg], kernel.inputs.residual.at[place])
+            found = part_of(kernel, name, traits.block_of(wg, half), part, nth)
+            return plgpu.load(found, layout=WGMMA).astype(jnp.float32)
 
-            bias = None if sums.bias is None else sums.bias[part]
-            for i, (name, y) in enumerate(_results_of_part(kernel, z, up, bias, epilogue_input, place)):
-                buffer = buffers.at[(part * len(traits.results) + i) % BUFFERS]
-                store_part(buffer, y, getattr(results, name).at[place])
+        bias = None if sums.bias is None else sums.bias[part]
+        for i, (name, y) in enumerate(_results_of_part(kernel, z, up, bias, epilogue_input, place)):
+            buffer = buffers.at[(part * len(traits.results) + i) % BUFFERS]
+            store_part(buffer, y, getattr(results, name).at[place])
 
 
 def _results_of_part(

@@ -129,6 +129,11 @@ class Traits:
         return 32 if self.block_n % 64 else 64
 
     @property
+    def parts(self) -> int:
+        """The number of parts of a work tile, of `columns` columns, that the epilogue stores one after the other."""
+        return self.block_n // self.columns
+
+    @property
     def transforms(self) -> Transforms:
         """The transforms of the operands in shared memory."""
         return SWIZZLED_8BIT if self.is_8_bit else SWIZZLED if self.columns == 64 else SWIZZLED_32
@@ -205,13 +210,9 @@ class Traits:
         return tuple(name for name, is_there in found.items() if is_there)
 
     @property
-    def operand_parts(self) -> list[tuple[int, int]]:
-        """(first column in the work tile, number of columns) of each copy that loads an operand of the epilogue.
-
-        A copy goes to the memory of w's block in a stage, and is contiguous there.
-        """
-        width = self.columns if self.options.transpose_w else self.block_n
-        return [(first, width) for first in range(0, self.block_n, width)]
+    def epilogue_fills(self) -> int:
+        """The number of fills of a stage that a work tile's operands of the epilogue take."""
+        return len(self.epilogue_inputs) * (self.block_m // ROWS)
 
     @property
     def fills(self) -> int:
@@ -219,7 +220,7 @@ class Traits:
 
         This is once for each step, and once for each 64 rows of each operand of the epilogue.
         """
-        return self.steps + len(self.epilogue_inputs) * (self.block_m // ROWS)
+        return self.steps + self.epilogue_fills
 
     @property
     def m_blocks(self) -> int:
@@ -270,7 +271,7 @@ class Smem:
     out: [warpgroups, buffers, 64, columns], the output buffers. A residual that does not come through the pipeline is
       loaded through the same buffers.
     ready, free: [stages], barriers: a step's operands have arrived, or have been read.
-    epilogue_ready: [stages], barriers: 64 rows of an operand of the epilogue have arrived. With pingpong ready and
+    epilogue_ready: [stages], barriers: the blocks of an epilogue's fill have arrived. With pingpong ready and
       epilogue_ready have [warpgroups * stages] barriers, because a thread must wait for each phase of a barrier.
     second_ready: [stages], barriers: the weights of the second part of 8-bit columns have arrived.
     residual_ready: [warpgroups], barriers: a part of a warpgroup's residual has arrived.
@@ -330,11 +331,12 @@ def _free_barrier(traits: Traits) -> Barrier:
 def _operand_barriers(traits: Traits) -> Barrier | None:
     """The barriers of the epilogue's operands, one per stage; None without operands that come through the pipeline.
 
-    A barrier waits for all copies of 64 rows. With pingpong there is one per stage and warpgroup.
+    A barrier waits for all blocks of a fill. With pingpong there is one per stage and warpgroup.
     """
     if not traits.epilogue_inputs:
         return None
-    return barrier_ref(num_arrivals=len(traits.operand_parts), num_barriers=_ready_barriers(traits))
+    arrivals = traits.parts if traits.options.transpose_w else 1  # copies of a fill, as in epilogue_operands.py
+    return barrier_ref(num_arrivals=arrivals, num_barriers=_ready_barriers(traits))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,14 +380,6 @@ class Kernel:
         if not self.traits.config.pingpong:
             return slot
         return slot + self.traits.stages * lax.rem(nth, jnp.int32(self.traits.compute_wgs))
-
-    def epilogue_input(self, slot: Index, first: int, width: int) -> Ref:
-        """The shared memory of 64 rows and `width` columns of an operand of the epilogue, from column `first` on.
-
-        It is the memory of w's block in stage `slot` of the pipeline.
-        """
-        columns = pl.ds(first, width)
-        return self.smem.w.at[slot, columns] if self.traits.options.transpose_w else self.smem.w.at[slot, :, columns]
 
     def load_w(self, w: Ref, smem: Ref, ready: Barrier) -> None:
         """Starts to load a block of weights from device memory, w, to shared memory.

@@ -33,6 +33,14 @@ CASES = {
     "pingpong_epilogue": _of("epilogue", **PINGPONG, **EPILOGUE),
     "pingpong_gated": _of("gated", **PINGPONG, **EPILOGUE),
     "pingpong_mlp": Case(mlp.HOPPER["plain"], PINGPONG),
+    # Parts of the operands of a derivative straddle stages.
+    "narrow_mlp": Case(mlp.HOPPER["gated"], {"block_n": 192}),
+    "small_mlp": Case(mlp.HOPPER["gated"], {"block_n": 64, "stages": 8}),
+    "three_warpgroups_mlp": Case(
+        mlp.HOPPER["plain"], {"block_n": 128, "compute_wgs": 3, "pingpong": False, "wg_rows": 64}
+    ),
+    "tall_mlp": Case(mlp.HOPPER["gated"], TALL),
+    "tall_together_mlp": Case(mlp.HOPPER["plain"], TALL | {"pingpong": False}),
     "tall_float32_out": _of("float32_out", **TALL),
     "tall_gated": _of("gated", **TALL),
     "tall_together": _of("epilogue", **TALL | EPILOGUE | {"pingpong": False}),
