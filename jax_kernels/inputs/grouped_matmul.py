@@ -74,7 +74,8 @@ class GroupedOptions:
 
     out_dtype: of the results. activation: an elementwise function in jnp, or None. precision: of float32 matmuls,
     "fp32" or "tf32"; otherwise None. saves_preactivation: whether the result has preactivation and, for a gated unit,
-    up. scaling: "row" of an 8-bit matmul, whose x and w have scales; otherwise None.
+    up. scaling: "row" of an 8-bit matmul, whose x and w have scales; otherwise None. has_zeros: whether the rows of the
+    results past the last group are 0; otherwise they may have any values.
 
     In a call for the gradient of w, out_dtype and transpose_w are of this gradient.
     """
@@ -85,6 +86,7 @@ class GroupedOptions:
     precision: str | None = None
     saves_preactivation: bool = False
     scaling: str | None = None
+    has_zeros: bool = True
 
     def sizes(self, inputs: GroupedInputs) -> tuple[int, int, int, int]:
         """(G, M, N, K)."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax_kernels.models.layers.linear import GatedMLP
 from jax_kernels.models.layers.pairs import Pairs
 from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, route
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
-from jax_kernels.models.parallel.token_exchange import exchange_rows, gather_tokens, scatter_tokens
+from jax_kernels.models.parallel.token_exchange import after, exchange_rows, gather_tokens, scatter_tokens
 from jax_kernels.ops.checks import checked_array
 from jax_kernels.ops.grouped.experts import Combination, gated_experts
 from jax_kernels.ops.grouped.grouped_matmul import grouped_gated_matmul, grouped_matmul
@@ -267,11 +268,12 @@ class MixtureOfExperts(nnx.Module):
         if self.exchange == "all_to_all" and devices.exchanged:
             out = devices.summed(self._by_all_to_all(tokens, weights, experts, kernels, devices.exchanged[0]))
             return out.reshape(x.shape), routing
-        tokens, weights, experts = (devices.gathered(y) for y in (tokens, weights, experts))
+        gathered = devices.gathered(tokens)
+        weights, experts = (devices.gathered(y) for y in devices.after(gathered, weights, experts))
         owned = up.shape[0]
         skips = bool(devices.expert) and self.implementation != "xla"
         pairs = Pairs.of(devices.local(experts, owned), owned, skips=skips)
-        out = self._weighted(tokens, weights, pairs, kernels)
+        out = self._weighted(gathered, weights, pairs, kernels)
         return devices.summed(devices.scattered(out, x.dtype)).reshape(x.shape), routing
 
     def _weighted(self, tokens: jax.Array, weights: jax.Array, pairs: Pairs, kernels: Any) -> jax.Array:
@@ -367,6 +369,14 @@ class _Devices:
     def gathered(self, y: jax.Array) -> jax.Array:
         """The rows of all devices that exchange tokens: [N * devices, ...] from y [N, ...]."""
         return gather_tokens(y, self.exchanged) if self.exchanged else y
+
+    def after(self, tokens: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+        """The arrays, for an exchange that follows the exchange of `tokens`.
+
+        XLA has one collective in flight at a time. So the long gather of the tokens runs during the router's kernels,
+        and the short gathers of its results wait for it.
+        """
+        return [after(tokens, x) for x in arrays] if self.exchanged else arrays
 
     def scattered(self, out: jax.Array, dtype: Any) -> jax.Array:
         """The rows of the device's own tokens, from the rows of `gathered` tokens, summed over the same devices.

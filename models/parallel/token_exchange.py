@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_kernels.tracing.derivatives import in_both_modes
 
-__all__ = ["exchange_rows", "gather_tokens", "scatter_tokens"]
+__all__ = ["after", "exchange_rows", "gather_tokens", "scatter_tokens"]
 
 
 def scatter_tokens(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -42,6 +42,19 @@ def gather_tokens(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     An all-to-all can be copies by a GPU's copy engines, which run during kernels; a reduce-scatter occupies SMs.
     """
     return _gather_in_both_modes(axes, x)
+
+
+def after(first: jax.Array, x: jax.Array) -> jax.Array:
+    """x, which XLA computes after the floats of `first`.
+
+    XLA removes an optimization_barrier before it orders collectives. So x depends on a bit of a value of `first`, whose
+    half is 0. The derivative is 1 for x and 0 for `first`.
+    """
+    if first.size == 0:
+        return x
+    value = lax.stop_gradient(first.reshape(-1)[0]).astype(jnp.float32)
+    zero = (lax.bitcast_convert_type(value, jnp.uint32) & 1) >> 1
+    return x + zero.astype(x.dtype)
 
 
 def exchange_rows(rows: jax.Array, capacity: int, sizes: jax.Array, axis: str) -> jax.Array:

@@ -44,7 +44,8 @@ class Combination(NamedTuple):
 
     order: int32 [M], from a row to its pair. inverse: int32 [tokens * each], from a pair to its row; M or more for a
     pair without a row, which adds 0. live_count: int32, the number of rows of all groups, if it may be far below M:
-    passes over the rows then end there. None otherwise.
+    passes over the rows then end there, and no kernel writes zeros to the other rows, so that x's gradient may have any
+    values there, which token_rows leaves out. None otherwise.
     """
 
     weights: Float[Array, "tokens each"]
@@ -54,7 +55,7 @@ class Combination(NamedTuple):
 
     def summed(self, rows: jax.Array) -> jax.Array:
         """The weighted sum over each token's rows, float32 [tokens, N]."""
-        return summed_rows(rows, self.weights, self.order, self.inverse)
+        return summed_rows(rows, self.weights, self.order, self.inverse, self.live_count)
 
     def of_rows(self) -> jax.Array:
         """The weight of each row, float32 [M]."""
@@ -104,6 +105,7 @@ def gated_experts(
         x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes, activation=activation, implementation=implementation
     )
     inputs = ExpertsInputs(first=first, down=w_down, combination=combination)
+    options = dataclasses.replace(options, has_zeros=combination is None or combination.live_count is None)
     call = GATED.call(request, options, implementation)
     inputs = as_varying(inputs, varying_axes(inputs))
     reason = "a model's experts take the blocks of grouped_gated_matmul with these shapes: tune this call"
@@ -139,7 +141,10 @@ def _rows(call, inputs):
 def _down(call: PlannedCall, inputs: ExpertsInputs, hidden: jax.Array, *, transpose_w: bool = False) -> jax.Array:
     """hidden @ w_down, or with transpose_w the cotangent of hidden from hidden = the cotangent of out."""
     options = GroupedOptions(
-        out_dtype=str(inputs.first.x.dtype), transpose_w=transpose_w, precision=call.options.precision
+        out_dtype=str(inputs.first.x.dtype),
+        transpose_w=transpose_w,
+        precision=call.options.precision,
+        has_zeros=call.options.has_zeros,
     )
     given = GroupedInputs(x=hidden, w=inputs.down, group_sizes=inputs.first.group_sizes)
     return gradients.further(call, given, options).out

@@ -90,12 +90,14 @@ def input_gradient(
 ) -> jax.Array:
     """The gradient of the call's rows [M, K]: dz [M, N] times each group's transposed w, plus dup times w_up.
 
-    dz, dup: the cotangents of x @ w and, of a gated unit, of x @ w_up. out_dtype: None is x's dtype.
+    dz, dup: the cotangents of x @ w and, of a gated unit, of x @ w_up. out_dtype: None is x's dtype. The rows past the
+    last group are 0 if the call's results have zeros there.
     """
     options = GroupedOptions(
         out_dtype=out_dtype or str(dz.dtype),
         transpose_w=not call.options.transpose_w,
         precision=call.options.precision,
+        has_zeros=call.options.has_zeros,
     )
     w_up = None if dup is None else inputs.w_up
     given = GroupedInputs(x=dz, w=inputs.w, group_sizes=inputs.group_sizes, x_up=dup, w_up=w_up)

@@ -77,11 +77,12 @@ def _token_rows(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array, c
 
 
 def _token_rows_forward(each: int, x: jax.Array, order: jax.Array, inverse: jax.Array, count: jax.Array | None) -> Any:
-    return _token_rows(each, x, order, inverse, count), (order, inverse)
+    return _token_rows(each, x, order, inverse, count), (order, inverse, count)
 
 
 def _token_rows_backward(each: int, residuals: Any, cotangent: jax.Array) -> Any:
-    order, inverse = residuals
+    order, inverse, count = residuals
+    inverse = _of_first_rows(inverse, count, cotangent.shape[0])
     of_pairs = permuted_rows(cotangent.astype(jnp.float32), inverse, order)
     return of_pairs.reshape(-1, each, cotangent.shape[1]).sum(1).astype(cotangent.dtype), None, None, None
 
@@ -94,15 +95,28 @@ def token_rows(
 ) -> jax.Array:
     """The token of each row, [rows, D], from x [N, D]. The gradient of a token is summed in float32.
 
-    each: the pairs of a token. order: from a row to its pair. inverse: from a pair to its row. count: as in first_rows.
+    each: the pairs of a token. order: from a row to its pair. inverse: from a pair to its row. count: as in first_rows;
+    the cotangents of the rows from `count` on have no influence.
     """
     return _token_rows_in_both_modes(each, x, order, inverse, count)
 
 
-def summed_rows(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+def _of_first_rows(inverse: jax.Array, count: jax.Array | None, rows: int) -> jax.Array:
+    """inverse, with an index past the last of `rows` rows for pairs whose row comes after the first `count` rows.
+
+    All these pairs then read one row, or none, where their own rows would be read in vain. count: None for all rows.
+    """
+    return inverse if count is None else jnp.where(inverse < count, inverse, rows)
+
+
+def summed_rows(
+    rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array, count: jax.Array | None = None
+) -> jax.Array:
     """The sum over each token's rows, times its weights [N, each]: float32 [N, D]. Pairs without a row add 0.
 
-    order, inverse: as in token_rows.
+    order, inverse: as in token_rows. count: int32, the number of rows that count, whatever values the rows after them
+    have; None for all.
     """
+    inverse = _of_first_rows(inverse, count, rows.shape[0])
     of_pairs = permuted_rows(rows.astype(jnp.float32), inverse, order)
     return (weights[..., None] * of_pairs.reshape(*weights.shape, rows.shape[1])).sum(1)

@@ -48,9 +48,10 @@ EIGHT = 8  # rows of a swizzle atom
 def grouped_matmul(
     inputs: GroupedInputs, options: GroupedOptions, *, config: GroupedSm90, core_count: int, interpret: bool
 ) -> GroupedResult:
-    """Computes activation(x @ w[group] + bias[group]) * (x @ w_up[group]) on Hopper; rows past the last group are 0.
+    """Computes activation(x @ w[group] + bias[group]) * (x @ w_up[group]) on Hopper.
 
-    A call without w_up has no second factor. With x_up, x_up @ w_up is added to x @ w instead.
+    Rows past the last group are 0 with options.has_zeros, and otherwise are not written. A call without w_up has no
+    second factor. With x_up, x_up @ w_up is added to x @ w instead.
     out has 16 bits, and so has x, with N and K in multiples of 64. Or x and the weights have 8 bits, with transpose_w,
     and with K and N in multiples of 128. core_count: the number of SMs. interpret: runs the kernel in
     JAX's interpreter.

@@ -282,7 +282,7 @@ class Kernel:
         def body(carry: tuple[Turn, Index, WorkTile]) -> tuple[Turn, Index, WorkTile]:
             turn, filled, tile = carry
             following = turn.following()
-            loaded = self._tile(jnp.minimum(following.index, tiles - 1), row_tiles)  # read while the tile is computed
+            loaded = self._tile(following.index, row_tiles)  # read while the tile is computed
             run(tile._replace(column=pl.multiple_of(jnp.int32(tile.column), COLUMNS)), filled)
             return following, filled + self._fills(tile), loaded
 
@@ -307,17 +307,23 @@ class Kernel:
         lax.while_loop(lambda carry: carry[0] >= 0, body, (if_any(jnp.int32(0)), jnp.int32(0)))
 
     def _row_tiles(self) -> Index:
-        return self.schedule.used[self.traits.groups + 1]
+        """The number of row tiles. The tiles of the rows past the last group come last, and may be left out."""
+        return self.schedule.used[self.traits.groups + (1 if self.traits.options.has_zeros else 0)]
 
     def _fills(self, tile: WorkTile) -> Index:
         """The number of times that a work tile fills a stage."""
         return jnp.where(tile.group < self.traits.groups, jnp.int32(self.traits.steps), jnp.int32(0))
 
     def _tile(self, index: Index, row_tiles: Index) -> WorkTile:
-        """Work tile `index` of all: in bands of config.row_group row tiles, column by column, as in the matmul."""
+        """Work tile `index` of all: in bands of config.row_group row tiles, column by column, as in the matmul.
+
+        An index past the last tile gives the last tile, which the caller does not run.
+        """
+        index = jnp.maximum(jnp.minimum(index, row_tiles * self.traits.n_blocks - 1), 0)
         per_band = jnp.int32(self.config_rows * self.traits.n_blocks)
         band, within = lax.div(index, per_band), lax.rem(index, per_band)
         rows = jnp.minimum(row_tiles - band * self.config_rows, self.config_rows)  # fewer in the last band
+        rows = jnp.maximum(rows, 1)  # without tiles
         i = band * self.config_rows + lax.rem(within, rows)
         return WorkTile.of(
             group=self.schedule.group[i],

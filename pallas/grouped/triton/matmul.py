@@ -95,9 +95,10 @@ class Traits:
 def grouped_matmul(
     inputs: GroupedInputs, options: GroupedOptions, *, config: MatmulTriton, core_count: int, interpret: bool
 ) -> GroupedResult:
-    """Computes activation(x @ w[group] + bias[group]) * (x @ w_up[group]) in Triton; rows past the last group are 0.
+    """Computes activation(x @ w[group] + bias[group]) * (x @ w_up[group]) in Triton.
 
-    A call without w_up has no second factor. With x_up, x_up @ w_up is added to x @ w instead.
+    Rows past the last group are 0 with options.has_zeros, and otherwise are not written. A call without w_up has no
+    second factor. With x_up, x_up @ w_up is added to x @ w instead.
 
     G, M, N and K are not 0. interpret: runs the kernel in Pallas's interpreter. core_count: not used.
     """
@@ -134,7 +135,7 @@ def _kernel(traits: Traits, inputs: InputRefs, tiles: Any, results: ResultRefs) 
         columns=Span(start=column_block * traits.block_n, size=traits.block_n, length=traits.n),
     )
 
-    @pl.when(first < end)
+    @pl.when((first < end) if traits.options.has_zeros else (first < end) & (group < traits.groups))
     def _() -> None:
         _store(traits, tile, group, inputs, results)
 

@@ -28,8 +28,10 @@ from jax_kernels.models import (
     shard_batch,
     shard_model,
 )
+from jax_kernels.models.parallel.token_exchange import after
 from jax_kernels.testing import rms_error
 from tests.support.processes import cpu_devices
+from tests.tools import compile_case
 
 DIM, WIDTH, EXPERTS = 16, 24, 8
 MESHES = {
@@ -212,6 +214,31 @@ def of_program():
     shapes = re.findall(r'"stablehlo.all_gather".*?tensor<([\dx]+)x[a-z]+\d+>\) ->', text, re.DOTALL)
     gathered = sorted({tuple(map(int, shape.split("x"))) for shape in shapes})
     return {"ragged": text.count("@ragged_all_to_all"), "gathered": gathered}
+
+
+def test_after():
+    """The value is unchanged, in each dtype and also after a NaN, and the derivative is the derivative of x alone."""
+    for first in (jnp.array([jnp.nan, 1.0]), jnp.array([[-0.0]], jnp.bfloat16), jnp.zeros((0, 3), jnp.float16)):
+        for x in (jnp.arange(3), jnp.array([-1.5, jnp.inf], jnp.bfloat16)):
+            assert jnp.array_equal(after(first, x), x)
+            assert after(first, x).dtype == x.dtype
+    of_both = jax.grad(lambda first, x: (after(first, x) ** 2).sum(), (0, 1))(jnp.ones(2), jnp.array([2.0]))
+    assert [y.tolist() for y in of_both] == [[0, 0], [4]]
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
+def test_tokens_are_gathered_during_the_router():
+    """On two H200s. The short gather of the router's results comes after the gather of the tokens, 4096 x 512."""
+    script = compile_case.__file__.replace("compile_case.py", "compile_experts.py")
+    found = json.loads(compile_case.compile_script(script).printed.splitlines()[-1])
+    assert found["first"] == ["all-gather-start", 0]
+    (name, size, kernels), (further, short, _), *_ = found["collectives"]
+    assert (name, further) == ("all-gather", "all-gather")
+    assert size == 4096 * 512 * 2 / 1e6
+    assert kernels >= 1
+    assert short < 0.1
 
 
 if __name__ == "__main__":

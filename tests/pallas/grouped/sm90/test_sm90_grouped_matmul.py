@@ -21,6 +21,7 @@ from jax_kernels.testing import grouped_gated_matmul as gated_cases
 from jax_kernels.testing import grouped_matmul as cases
 from jax_kernels.testing.low_precision import fp8_grouped_matmul as fp8_cases
 from tests.support.cases import ids, tiers
+from tests.support.cases import live_experts as live_cases
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
 
@@ -61,6 +62,23 @@ def test_8_bits_interpreted(cores, names):
 )
 def test_gated_interpreted(cores, names):
     cases_interpreter.check("jax_kernels.testing.grouped_gated_matmul", cores, cores == 1, names)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("cores", "names"), [(3, ["none"]), pytest.param(3, ["part", "all"], marks=pytest.mark.slow)])
+def test_rows_of_other_devices_interpreted(cores, names):
+    """They hold NaN, because no kernel writes them."""
+    cases_interpreter.check("tests.support.cases.live_experts", cores, False, names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("name", ids.named(live_cases.CASES))
+def test_rows_of_other_devices_on_a_gpu(name, implementation):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    for result, (error, bound) in live_cases.errors_by(live_cases.CASES[name], implementation).items():
+        assert error <= bound, result
 
 
 GPU_CASES = (
