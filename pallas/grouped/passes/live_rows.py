@@ -2,7 +2,7 @@
 
 In Triton. A device with a part of the experts has room for the rows that all of its tokens could give it, and usually
 fills a part of it. A program whose rows all lie past the last group ends at once and writes nothing, so that these rows
-of the results have any values. XLA's fusions read and write all rows.
+of the results have any values. map_live_rows does not read them either. XLA's fusions read and write all rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -104,10 +104,11 @@ def map_live_rows(
         )
         first = pl.program_id(0) * MAPPED_ROWS
         here = pl.ds(first, MAPPED_ROWS)
+        count = jnp.minimum(count_ref[0], rows)
 
-        @pl.when(first < count_ref[0])
+        @pl.when(first < count)
         def _() -> None:
-            exists = first + iota(MAPPED_ROWS) < rows
+            exists = first + iota(MAPPED_ROWS) < count
             factor = plgpu.load(factor_ref.at[here], mask=exists, other=0)[:, None]
             total = jnp.zeros((MAPPED_ROWS,), jnp.float32)
             for column in range(0, columns, width):
