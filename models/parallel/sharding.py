@@ -272,10 +272,21 @@ def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> A
 
     With several processes, each process passes the whole batch, and its devices take their shards.
 
-    Raises ValueError if the number of devices does not divide the batch.
+    Raises ValueError if the number of devices does not divide the batch, or if NumPy's 64-bit integers have values
+    that JAX would change: without jax_enable_x64 it has 32 bits.
     """
     check_kinds(mesh, rules)
+    for x in jax.tree.leaves(batch):
+        _check_integers(x)
     return place(batch, jax.tree.map(lambda x: batch_sharding(np.shape(x), mesh, rules), batch))
+
+
+def _check_integers(x: Any) -> None:
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
+        return
+    held = jax.dtypes.canonicalize_dtype(x.dtype)
+    if held != x.dtype and (x.astype(held) != x).any():
+        raise ValueError(f"batch: got integers from {x.min()} to {x.max()}, want values that {held} holds")
 
 
 def place(tree: Any, shardings: Any) -> Any:

@@ -39,9 +39,9 @@ from jax_kernels.models.training.next_token import is_next_token_loss, next_toke
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
 from jax_kernels.models.training.trainer_checkpoints import TrainerCheckpoints
 from jax_kernels.models.training.trainer_checks import (
-    check_batch,
     check_fit,
     checked_arguments,
+    checked_batch,
     checked_scale,
 )
 from jax_kernels.models.transformer import Transformer
@@ -280,12 +280,13 @@ class Trainer(TrainerCheckpoints):
         return found
 
     def _checked_batch(self, batch: Any, name: str = "batch") -> Any:
-        """The batch, unchanged. If the loss is next_token_loss, raises TypeError or ValueError for a wrong batch.
+        """The batch. If the loss is next_token_loss, raises TypeError or ValueError for a wrong batch.
 
-        name: of the batch, for the error. With another loss nothing is checked.
+        NumPy's 64-bit integers become int32. name: of the batch, for the error. With another loss nothing is checked or
+        changed.
         """
         if is_next_token_loss(self.loss):
-            check_batch(batch, self.config.vocab_size, name)
+            batch = checked_batch(batch, self.config.vocab_size, name)
         if self._deals and len(batch) < 3:
             raise ValueError(f"{name}: got {len(batch)} items with deal_documents=True, want segment_ids as third")
         return batch

@@ -14,16 +14,18 @@ from jax_kernels.models.config import TransformerConfig, check_kind, check_size,
 from jax_kernels.models.parallel.sharding import ShardingRules
 from jax_kernels.models.training.loss_scale import FIRST, LARGEST, SMALLEST
 from jax_kernels.models.training.token_ids import check_targets, checked_tokens
+from jax_kernels.ops.cross_entropy.targets import clipped
 
-__all__ = ["as_json", "check_batch", "check_fit", "checked_arguments", "checked_scale", "fields_of_model"]
+__all__ = ["as_json", "check_fit", "checked_arguments", "checked_batch", "checked_scale", "fields_of_model"]
 
 
-def check_batch(batch: Any, vocabulary: int, name: str) -> None:
-    """Raises TypeError or ValueError unless a batch has the form that next_token_loss takes.
+def checked_batch(batch: Any, vocabulary: int, name: str) -> tuple[Any, ...]:
+    """The batch, with NumPy's 64-bit integers as int32: jax.jit drops half of their bits.
 
-    That is (tokens, targets), (tokens, targets, segment_ids) or (tokens, targets, segment_ids or None, weights):
-    integers [B, T], and floats [B, T]. The ids of NumPy arrays must be within the vocabulary, and their weights 0 or
-    more. vocabulary: the number of token ids. name: of the batch, for the error.
+    Raises TypeError or ValueError unless the batch has the form that next_token_loss takes. That is (tokens, targets),
+    (tokens, targets, segment_ids) or (tokens, targets, segment_ids or None, weights): integers [B, T], and floats [B,
+    T]. If all are NumPy arrays, ids must be within the vocabulary, and weights 0 or more. vocabulary: the number of
+    token ids. name: of the batch, for the error.
     """
     want = "want (tokens, targets), with segment_ids, or with segment_ids and weights, arrays [batch, length]"
     if not isinstance(batch, tuple | list) or not 2 <= len(batch) <= 4:
@@ -45,6 +47,24 @@ def check_batch(batch: Any, vocabulary: int, name: str) -> None:
         check_targets(targets, vocabulary)
         if weights is not None and not ((weights >= 0) & np.isfinite(weights)).all():
             raise ValueError(f"{name}: got weights below 0 or not finite, want finite values of 0 or more")
+    parts = zip(("tokens", "targets", "segment_ids", "weights"), batch, strict=False)
+    return tuple(_narrowed(f"{name}: got {part}", x, vocabulary, part == "segment_ids") for part, x in parts)
+
+
+def _narrowed(got: str, x: Any, vocabulary: int, is_segments: bool) -> Any:
+    """An item of a batch, with NumPy's 64-bit integers as int32. Ids outside the vocabulary stay outside.
+
+    got: the beginning of the error. is_segments: whether the item is segment_ids. Raises ValueError for segment_ids
+    that int32 does not hold.
+    """
+    if not isinstance(x, np.ndarray) or x.dtype not in (np.int64, np.uint64):
+        return x
+    if not is_segments:
+        return clipped(x, vocabulary)
+    held = x.astype(np.int32)
+    if (held != x).any():
+        raise ValueError(f"{got} from {x.min()} to {x.max()}, want int32")
+    return held
 
 
 def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: Any, loss: Any, folder: Any) -> int:

@@ -3,10 +3,19 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig, make_mesh
+from jax_kernels.models import (
+    LongNet,
+    LongNetConfig,
+    Trainer,
+    Transformer,
+    TransformerConfig,
+    make_mesh,
+    shard_batch,
+)
 
 SIZES = {"vocab_size": 50, "model_dim": 16, "num_layers": 1, "num_heads": 2, "mlp_dim": 16}
 MODELS = {
@@ -108,3 +117,43 @@ def test_explicit_axes_check_too():
         losses = model.losses(with_id(-1), with_id(-1))
     with jax.set_mesh(make_mesh({"data": 1})):
         np.testing.assert_allclose(losses, model.losses(with_id(-1), with_id(-1)), atol=1e-6)
+
+
+def wide_batches():
+    """(name, batch): NumPy's 64-bit integers whose lower halves are other ids, in batches with JAX arrays."""
+    tokens, targets = GOOD, np.roll(GOOD, -1, 1)
+    far = tokens + 2**32
+    yield "tokens", (far, jnp.asarray(targets))
+    yield "targets", (jnp.asarray(tokens), targets + 2**32)
+    yield "unsigned", (far.astype(np.uint64), jnp.asarray(targets))
+
+
+@pytest.mark.parametrize(("name", "batch"), list(wide_batches()), ids=lambda x: x if isinstance(x, str) else "")
+def test_a_trainer_wraps_no_wide_ids(name, batch):
+    """Without known values of all arrays they give NaN, as traced ids outside the vocabulary do."""
+    trainer = Trainer(MODELS["transformer"].config, optax.sgd(0.0))
+    assert np.isnan(trainer.train(batch)["loss"])
+    assert np.isnan(trainer.evaluate(batch))
+
+
+@pytest.mark.parametrize("deal", [False, True])
+def test_a_trainer_wraps_no_wide_segment_ids(deal):
+    trainer = Trainer(MODELS["transformer"].config, optax.sgd(0.0), deal_documents=deal)
+    ids = np.array([[0, 0, 1, 1], [0, -1, -1, -1]])
+    batch = lambda ids: (GOOD, np.roll(GOOD, -1, 1), ids)
+    want = trainer.train(batch(ids.astype(np.int32)))["loss"]
+    assert float(trainer.train(batch(ids))["loss"]) == float(want)
+    for wide in (ids * 2**33, ids.astype(np.uint64)):
+        for call in (trainer.train, trainer.evaluate):
+            with pytest.raises(ValueError, match=r"batch: got segment_ids from \S+ to \d+, want int32"):
+                call(batch(wide))
+        mixed = (jnp.asarray(GOOD), *batch(wide)[1:])
+        with pytest.raises(ValueError, match=r"batch: got segment_ids from \S+ to \d+, want int32"):
+            trainer.train(mixed)
+
+
+def test_a_batch_is_not_narrowed_on_a_mesh():
+    mesh = make_mesh({"data": 1})
+    assert shard_batch((GOOD,), mesh)[0].dtype == jnp.int32
+    with pytest.raises(ValueError, match="batch: got integers from 4294967296 to 4294967345, want values that int32"):
+        shard_batch({"tokens": GOOD + 2**32}, mesh)
