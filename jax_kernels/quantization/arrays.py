@@ -341,8 +341,10 @@ def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
 
 def _checked(x: Any) -> jax.Array:
     """x as a jax.Array; differentiating it raises NotImplementedError. Raises TypeError unless x is a float array."""
-    if isinstance(x, QuantizedArray) or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
+    if isinstance(x, QuantizedArray) or not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"x: got {type(x).__name__}, want a float array of JAX or NumPy")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x: got {x.dtype}, want a float array")
     return without_derivative(jnp.asarray(x), _NO_DERIVATIVE)
 
 

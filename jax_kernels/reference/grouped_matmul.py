@@ -97,7 +97,8 @@ def sum_of_rows(dz: jax.Array, group_sizes: jax.Array) -> jax.Array:
     tiles = group_tiles(group_offsets(group_sizes, rows), rows, block)
     row = tiles.first[:, None] + lax.iota(jnp.int32, block)[None]
     exists = (row < tiles.end[:, None])[..., None]
-    of_tiles = jnp.where(exists, dz.at[row].get(mode="clip").astype(jnp.float32), 0).sum(axis=1)
+    found = dz.at[jnp.minimum(row, rows - 1)].get(mode="promise_in_bounds")
+    of_tiles = jnp.where(exists, found.astype(jnp.float32), 0).sum(axis=1)
     is_in_group = (tiles.group[None] == lax.iota(jnp.int32, groups)[:, None])[..., None]
     return jnp.where(is_in_group, of_tiles[None], 0).sum(axis=1)
 
@@ -113,8 +114,10 @@ def gathered(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index], with rows of 0 for an index outside of x."""
     if x.shape[0] == 0:
         return jnp.zeros_like(x, shape=(index.shape[0], *x.shape[1:]))
-    index = jnp.where(index < 0, x.shape[0], index)  # JAX counts negative indices from the end
-    return x.at[index].get(mode="fill", fill_value=0)
+    exists = (index >= 0) & (index < x.shape[0])
+    # No index is out of bounds, which checkify would report.
+    found = x.at[jnp.where(exists, index, 0)].get(mode="promise_in_bounds")
+    return jnp.where(exists.reshape(-1, *[1] * (x.ndim - 1)), found, 0)
 
 
 def _rows(x: jax.Array, tile: GroupTiles, block: int, gather: jax.Array | None = None) -> jax.Array:
@@ -122,8 +125,10 @@ def _rows(x: jax.Array, tile: GroupTiles, block: int, gather: jax.Array | None =
 
     gather: the indices in x of all rows of the call; None if the rows are x's.
     """
-    row = tile.first + lax.iota(jnp.int32, block)
-    return x.at[row].get(mode="clip") if gather is None else gathered(x, gather.at[row].get(mode="clip"))
+    of_call = x if gather is None else gather
+    row = jnp.minimum(tile.first + lax.iota(jnp.int32, block), of_call.shape[0] - 1)
+    found = of_call.at[row].get(mode="promise_in_bounds")
+    return found if gather is None else gathered(x, found)
 
 
 def _dot(x: Any, w: Any, axes: tuple[int, int], options: GroupedOptions) -> jax.Array:

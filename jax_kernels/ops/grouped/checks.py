@@ -12,7 +12,14 @@ from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions
 from jax_kernels.ops import checks
 from jax_kernels.ops.grouped.implementations import GroupedRequest, request_of
 from jax_kernels.ops.matmul import fp8
-from jax_kernels.ops.matmul.checks import PRECISIONS, ROUNDED, checked_activation, checked_out_dtype, told_as
+from jax_kernels.ops.matmul.checks import (
+    PRECISIONS,
+    ROUNDED,
+    bias_in,
+    checked_activation,
+    checked_out_dtype,
+    told_as,
+)
 from jax_kernels.quantization import QuantizedArray, checked_scale, scale_shape
 
 __all__ = ["check", "check_gated", "refuse_quantized"]
@@ -51,7 +58,7 @@ def check(
         x=x,
         w=w,
         group_sizes=_checked_sizes(group_sizes, groups, (x if gather is None else gather).shape[0]),
-        bias=None if bias is None else _checked_bias(bias, x.dtype, (groups, columns)),
+        bias=None if bias is None else _checked_bias(bias, x.dtype, (groups, columns), given),
         gather=gather,
         x_scale=x_scale,
         w_scale=w_scale,
@@ -189,11 +196,9 @@ def _checked_indices(indices: Any, rows: int) -> Any:
     return jnp.asarray(where((indices >= 0) & (indices <= limit), indices, indices.dtype.type(limit)), jnp.int32)
 
 
-def _checked_bias(bias: Any, dtype: Any, shape: tuple[int, int]) -> Any:
-    """The bias [G, N] as a jax.Array. dtype: x's. Raises TypeError or ValueError for a bad dtype or shape."""
-    bias = checks.checked_array("bias", bias)
-    if dtype in checks.DTYPES and bias.dtype not in (dtype, jnp.dtype(jnp.float32)):
-        raise TypeError(f"bias: got dtype {bias.dtype}, want x's dtype {dtype}, or float32")
+def _checked_bias(bias: Any, dtype: Any, shape: tuple[int, int], given: Any) -> Any:
+    """The bias [G, N] as a jax.Array, as by bias_in. Raises TypeError or ValueError for a bad dtype or shape."""
+    bias = bias_in(checks.checked_array("bias", bias), dtype, given=given)
     if bias.shape != shape:
         raise ValueError(f"bias: got shape {bias.shape}, want [G, N] = {shape}")
     return bias

@@ -31,6 +31,7 @@ from jax_kernels.ops.matmul.mlp import RESIDUALS
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.pallas.grouped.passes.live_rows import map_live_rows
+from jax_kernels.reference.grouped_matmul import gathered
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
@@ -179,7 +180,7 @@ def _backward(call, residuals, dout):
         dhidden = _down(call, inputs, dout, transpose_w=True)
         dz, dup, hidden, of_rows = _weighted_gradients(call, combination, saved, dhidden)
         of_rows = gradients.without_other_rows(of_rows[:, None], first.group_sizes)[:, 0]
-        dweights = of_rows.at[combination.inverse].get(mode="fill", fill_value=0)
+        dweights = gathered(of_rows, combination.inverse)
         dcombination = Combination(dweights.reshape(combination.weights.shape), order=None, inverse=None)  # type: ignore[arg-type]
     dfirst = GroupedInputs(
         x=gradients.input_gradient(call, first, dz, dup),

@@ -11,13 +11,14 @@ from jax import lax
 
 from jax_kernels import dispatch
 from jax_kernels.pallas.grouped.passes import live_rows
+from jax_kernels.reference.grouped_matmul import gathered
 from jax_kernels.tracing.derivatives import in_both_modes
 
 __all__ = ["can_skip", "copied_rows", "first_rows", "permuted_rows", "summed_rows", "token_rows"]
 
 
 def _taken(_: None, x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-    return x.at[index].get(mode="fill", fill_value=0)
+    return gathered(x, index)
 
 
 def _taken_forward(_: None, x: jax.Array, index: jax.Array, inverse: jax.Array) -> Any:

@@ -21,6 +21,7 @@ from jax_kernels.quantization import QuantizedArray
 __all__ = [
     "PRECISIONS",
     "ROUNDED",
+    "bias_in",
     "check",
     "check_gated",
     "checked_activation",
@@ -76,7 +77,7 @@ def check(
     inputs = MatmulInputs(
         x=x,
         w=w,
-        bias=None if bias is None else checked_bias(bias, x.dtype, columns),
+        bias=None if bias is None else checked_bias(bias, x.dtype, columns, given=given),
         residual=None if residual is None else checked_residual(residual, out_dtype, (*x.shape[:-1], columns)),
         **scales,
     )
@@ -120,7 +121,7 @@ def _checked_low_bit(
     inputs = MatmulInputs(
         x=x,
         w=values,
-        bias=None if bias is None else checked_bias(bias, x.dtype, columns),
+        bias=None if bias is None else checked_bias(bias, x.dtype, columns, given=given),
         residual=None if residual is None else checked_residual(residual, out_dtype, (*x.shape[:-1], columns)),
         w_scale=scale,
     )
@@ -253,16 +254,32 @@ def _one_of(scaling: str | None, of_x: str | None, of_w: str | None) -> str | No
     return found.pop() if found else None
 
 
-def checked_bias(bias: Any, dtype: Any, columns: int, name: str = "bias") -> Any:
-    """The bias [columns] as a jax.Array. dtype: x's. Raises TypeError or ValueError for a bad dtype or shape."""
-    bias = checks.checked_array(name, bias)
-    if bias.dtype not in (dtype, jnp.dtype(jnp.float32)) and dtype not in fp8.DTYPES:
-        raise TypeError(f"{name}: got dtype {bias.dtype}, want x's dtype {dtype}, or float32")
-    if bias.dtype not in checks.DTYPES:
-        raise TypeError(f"{name}: got dtype {bias.dtype}, want bfloat16, float16 or float32")
+def checked_bias(bias: Any, dtype: Any, columns: int, name: str = "bias", *, given: Any = None) -> Any:
+    """The bias [columns] as a jax.Array, as by bias_in.
+
+    dtype, given: as in bias_in. Raises TypeError or ValueError for a bad dtype or shape.
+    """
+    bias = bias_in(checks.checked_array(name, bias), dtype, name, given=given)
     if bias.shape != (columns,):
         raise ValueError(f"{name}: got shape {bias.shape}, want [N] = {(columns,)}")
     return bias
+
+
+def bias_in(bias: Any, dtype: Any, name: str = "bias", *, given: Any = None) -> Any:
+    """The bias in x's dtype or in float32, without a rounding. With an x of 8 bits it keeps its dtype.
+
+    dtype: x's. given: x's before it was rounded to `dtype` by a precision; None if it was not. Raises TypeError for a
+    dtype that is neither of these, nor float32.
+    """
+    given = dtype if given is None else given
+    if bias.dtype not in checks.DTYPES:
+        raise TypeError(f"{name}: got dtype {bias.dtype}, want bfloat16, float16 or float32")
+    if dtype in fp8.DTYPES or bias.dtype in (dtype, jnp.dtype(jnp.float32)):
+        return bias
+    if bias.dtype != given:
+        other = "" if given == jnp.float32 else ", or float32"
+        raise TypeError(f"{name}: got dtype {bias.dtype}, want x's dtype {given}{other}")
+    return checks.converted(bias, jnp.float32)
 
 
 def checked_residual(residual: Any, out_dtype: Any, shape: tuple[int, ...]) -> Any:

@@ -344,7 +344,8 @@ def _weights(name: str, weights: Any, x: Any) -> Any:
     if not isinstance(weights, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(f"{name}: got {type(weights).__name__}, want an array")
     if weights.dtype not in (x.dtype, jnp.dtype(jnp.float32)):
-        raise TypeError(f"{name}: got dtype {weights.dtype}, want x's dtype {x.dtype}, or float32")
+        other = "" if x.dtype == jnp.float32 else ", or float32"
+        raise TypeError(f"{name}: got dtype {weights.dtype}, want x's dtype {x.dtype}{other}")
     if weights.shape != x.shape[-1:]:
         raise ValueError(f"{name}: got shape {weights.shape}, want [N] = {x.shape[-1:]}")
     return checks.reshaped(weights, weights.shape, weights.dtype)

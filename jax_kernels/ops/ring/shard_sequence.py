@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_kernels.masks.checks import is_array
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 from jax_kernels.ops.ring.planning.documents import DocumentLayout
 from jax_kernels.plain_numbers import plain
@@ -55,8 +56,7 @@ def unshard_sequence[Tree](
 
 def _check_tokens(x: Any, axis: int) -> None:
     """Raises shard_sequence's errors for x and axis."""
-    if not hasattr(x, "ndim") or not hasattr(x, "shape"):
-        raise TypeError(f"x: got {type(x).__name__}, want an array or a tree of arrays")
+    is_array("x", x, "an array or a tree of arrays")
     if isinstance(x, np.ndarray) and x.size and np.issubdtype(x.dtype, np.integer):
         held = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
         if x.min() < held.min or x.max() > held.max:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -429,3 +430,20 @@ def test_tf32_of_16_bits():
         ValueError, match="precision: got 'tf32' with bfloat16 inputs, want 'bf16', 'fp16', 'fp8' or None"
     ):
         grouped_matmul(x, w, GROUP_SIZES, precision="tf32")
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 4, 3), (0, 0, 0, 0), (2, 0, 1, 0)])
+def test_checkify_reports_no_index(sizes):
+    """Also in gradients, and with rows past the last group."""
+    x, w, sizes = jnp.ones((10, 8)), jnp.ones((4, 8, 5)), jnp.array(sizes, jnp.int32)
+    bias, gather = jnp.ones((4, 5)), jnp.arange(10, dtype=jnp.int32) % 3
+    calls = {
+        "plain": lambda x: grouped_matmul(x, w, sizes, bias=bias),
+        "gathered": lambda x: grouped_matmul(x, w, sizes, gather_indices=gather),
+        "gated": lambda x: grouped_gated_matmul(x, w, w, sizes),
+    }
+    for name, call in calls.items():
+        gradients = lambda x, call=call: jax.grad(lambda x: call(x).sum())(x)
+        for function in (call, gradients, jax.jit(call)):
+            error, _ = checkify.checkify(function, errors=checkify.index_checks)(x)
+            assert error.get() is None, (name, error.get())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import explain, gated_matmul, matmul, mlp
+from jax_kernels import explain, gated_matmul, grouped_matmul, matmul, mlp, quantize
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops import planned_op
 from jax_kernels.ops.activations import ACTIVATIONS, derivative_of
@@ -384,3 +384,30 @@ def test_float16_sums_beyond_its_range(activation, implementation, monkeypatch):
     for name, call in wide.items():  # up is -160,000, and gate is about 0
         gradient = jax.grad(lambda x, call=call: call(x).astype(jnp.float32).sum())(x)
         assert jnp.isfinite(gradient).all(), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", None])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_bias_in_the_dtype_of_x(dtype, precision):
+    """The bias may have x's dtype, whatever dtype a precision rounds x to. Its gradient has the bias's dtype."""
+    x, w, bias = jnp.ones((2, 32), dtype), jnp.ones((32, 4), dtype) / 32, jnp.array([-1, 0.25, 0.5, 2]).astype(dtype)
+    quantized = quantize(jnp.ones((32, 4)) / 32, "int8", group_size=32)
+    calls = {
+        "matmul": lambda bias: matmul(x, w, bias=bias, precision=precision),
+        "grouped": lambda bias: grouped_matmul(x, w[None], jnp.array([2]), bias=bias[None], precision=precision),
+        "low_bit": lambda bias: matmul(x, quantized, bias=bias, precision=precision),
+    }
+    for name, call in calls.items():
+        out, vjp = jax.vjp(call, bias)
+        assert out.dtype == dtype, name
+        np.testing.assert_allclose(
+            out.astype(float), 1 + bias[None].astype(float).repeat(2, 0), atol=0.01, err_msg=name
+        )
+        (gradient,) = vjp(jnp.ones_like(out))
+        assert gradient.dtype == dtype, name
+        np.testing.assert_array_equal(gradient.astype(float), 2.0)
+    other = jnp.zeros(4, {"bfloat16": "float16", "float16": "bfloat16", "float32": "float16"}[dtype])
+    want = f"bias: got dtype {other.dtype}, want x's dtype {dtype}" + ("" if dtype == "float32" else ", or float32")
+    for call in calls.values() if precision is None else ():
+        with pytest.raises(TypeError, match=f"{want}$"):
+            call(other)

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.sharding import AxisType
 
+import jax_kernels
 from jax_kernels import shard_sequence, unshard_sequence
 from tests.support.processes import cpu_devices
 
@@ -109,6 +111,13 @@ def test_fitting_integers_are_kept():
     np.testing.assert_array_equal(shard_sequence(ids, MESH, "sequence"), ids)
     with jax.enable_x64(True):
         assert shard_sequence(ids * 4, MESH, "sequence").dtype == jnp.int64
+
+
+@pytest.mark.parametrize("name", ["shard_sequence", "unshard_sequence", "quantize", "quantize_fp8"])
+def test_tensors_of_pytorch_are_named(name):
+    mesh = jax.make_mesh((1,), ("s",), (AxisType.Auto,))
+    with pytest.raises(TypeError, match=r"^x: got Tensor, want .* of JAX or NumPy"):
+        getattr(jax_kernels, name)(torch.ones(2, 64), *([mesh, "s"] if "shard" in name else []))
 
 
 if __name__ == "__main__":
