@@ -1,7 +1,8 @@
 """The blocks that may attend to each other because of segment ids, and the range of each id, in one launch.
 
-A program has the ids of one own block, and all ids of the other side: 32 KiB at 8192 ids, which it reads from the L2
-cache. Its time is the latency of a launch. XLA takes four launches for the blocks alone.
+A program has the ids of one own block, and reads all ids of the other side from the L2 cache, in parts of at most 8,192
+ids: 32 KiB. At 8,192 ids its time is the latency of a launch. XLA takes four launches for the blocks alone, and about
+ten with the ranges.
 """
 
 import dataclasses
@@ -10,16 +11,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32
 
 from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.kernel_types import Index
 from jax_kernels.pallas.triton import backend
 from jax_kernels.pallas.triton.backend import plgpu
 from jax_kernels.pallas.triton.tensors import iota
 from jax_kernels.pallas.varying import result_types
 
-MOST_IDS = 16384  # of a side
+MOST_IDS = 32768  # of a side: each program reads all ids of the other side
+PART_IDS = 8192  # of the other side; with 16384 the forward's pass spills registers
 WARPS = 8
 
 
@@ -65,7 +69,7 @@ def of_ids(
     mine, theirs = own.whole(own_ids), others.whole(other_ids)
     columns = pl.next_power_of_2(theirs.shape[1])
     is_power = lambda x: x & (x - 1) == 0
-    fits = max(mine.size // len(mine), columns * max(own.block, others.block)) <= MOST_IDS
+    fits = max(mine[0].size, columns * others.block) <= MOST_IDS
     if backend.AVAILABLE and fits and is_power(own.block) and is_power(others.block):
         found = _launch(mine, theirs, own, others, interpret=interpret)
     else:
@@ -87,22 +91,32 @@ def _launch(mine: jax.Array, theirs: jax.Array, own: Side, others: Side, *, inte
     """The SegmentBlocks of ids in whole blocks, by a kernel with a program per own block."""
     batch, count, other_count = len(mine), mine.shape[1], theirs.shape[1]
     columns = pl.next_power_of_2(other_count)
+    rows = min(columns, PART_IDS // max(own.block, others.block))  # blocks of a part, a power of two
 
     def kernel(own_ref, other_ref, flat_ref, own_out, other_out, ranges_ref, spans_ref):
         ids = own_ref[...]
         ids = jnp.where(ids < 0, own.none, ids)
         own_out[...] = ids
-        exists = iota(columns) < other_count
-        low, high, only = _extremes(ids[None, :])
-        other_ids = _loaded(other_ref, exists, others)
-        pl.when(pl.program_id(1) == 0)(lambda: plgpu.store(other_out, other_ids, mask=_of_rows(exists, others.block)))
-        found = _ranges((low, high, only), _extremes(other_ids), other_count)
+        extremes, is_first = Extremes.of(ids[None, :]), pl.program_id(1) == 0
+
+        def with_part(part, found):
+            first = part * rows
+            exists = _of_rows(first + iota(rows) < other_count, others.block)
+            other_ids = plgpu.load(other_ref.at[pl.ds(first, rows)], mask=exists, other=-1)
+            other_ids = jnp.where(other_ids < 0, others.none, other_ids)
+            pl.when(is_first)(lambda: plgpu.store(other_out.at[pl.ds(first, rows)], other_ids, mask=exists))
+            return found.with_part(ids, extremes, other_ids, first, flat_ref, other_count)
+
+        found = Found.start(own.block, other_count)
+        found = lax.fori_loop(0, columns // rows, with_part, found) if columns > rows else with_part(0, found)
         column = iota(4)
         ranges = functools.reduce(
-            lambda ranges, x: jnp.where(column == x[0], x[1], ranges), enumerate(found), jnp.zeros((4,), jnp.int32)
+            lambda ranges, x: jnp.where(column == x[0], x[1], ranges),
+            enumerate(found.ranges(other_count)),
+            jnp.zeros((4,), jnp.int32),
         )
         ranges_ref[...] = ranges
-        spans_ref[0, :], spans_ref[1, :] = _spans(ids, other_ids, flat_ref, exists, others.block)
+        spans_ref[0, :], spans_ref[1, :] = found.spans(ids, flat_ref, other_count, others.block)
 
     spec = lambda *block: pl.BlockSpec((None, *block), lambda b, i: (b, *(0 for _ in block)))
     of_block = lambda *block: pl.BlockSpec((None, None, *block), lambda b, i: (b, i, *(0 for _ in block)))
@@ -123,64 +137,112 @@ def _launch(mine: jax.Array, theirs: jax.Array, own: Side, others: Side, *, inte
     )
 
 
-def _ranges(own: tuple[jax.Array, ...], other: tuple[jax.Array, ...], other_count: int) -> tuple[jax.Array, ...]:
-    """(first, end, full_first, full_end) of one own block, int32 scalars.
+class Found(NamedTuple):
+    """The results of one own block so far, from the parts of the other side that were read, int32.
 
-    own, other: the _extremes of the own block, and of all other blocks. other_count: the number of them that exist.
+    first, end: of the blocks that the own block may attend to; if none was found, first is the number of the other
+    blocks and end is 0. full_first, full_end: of the full blocks; both are the number of the other blocks if none was
+    found. is_sorted: 1 or 0, as in block_ranges.segment_spans. below, up_to: [own block], the number of blocks whose
+    ids are all below each own id, and at most the id.
     """
-    (low, high, only), (other_low, other_high, other_only) = own, other
-    block = iota(len(other_low))
-    least = lambda chosen, otherwise: jnp.where(chosen, block, otherwise).min()
-    meet = (low <= other_high) & (other_low <= high)
-    end = jnp.where(meet, block + 1, 0).max()
-    first = jnp.where(end > 0, least(meet, other_count), 0)
-    full = (only == other_only) & (only >= 0)
-    full_first = least(full, other_count)
-    full_first = jnp.where(full_first < other_count, full_first, end)
-    past = ~full & (block >= full_first)
-    return first, end, full_first, jnp.maximum(least(past, other_count), full_first)
+
+    first: jax.Array
+    end: jax.Array
+    full_first: jax.Array
+    full_end: jax.Array
+    is_sorted: jax.Array
+    below: jax.Array
+    up_to: jax.Array
+
+    @classmethod
+    def start(cls, own_block: int, other_count: int) -> "Found":
+        count, zero = jnp.int32(other_count), jnp.int32(0)
+        none = jnp.zeros((own_block,), jnp.int32)
+        return cls(count, zero, count, count, jnp.int32(1), none, none)
+
+    def with_part(
+        self, ids: jax.Array, mine: "Extremes", other_ids: jax.Array, first: Index, flat_ref: Any, other_count: int
+    ) -> "Found":
+        """The results with one more part.
+
+        ids: of the own block. mine: its extremes. other_ids: of the part, [blocks, ids]. first: the index of the part's
+        first block. flat_ref: all ids of the other side in one row, as the caller gave them. other_count: the number of
+        the other side's blocks.
+        """
+        theirs, (rows, size) = Extremes.of(other_ids), other_ids.shape
+        block = first + iota(rows)
+        least = lambda chosen: jnp.where(chosen, block, other_count).min()
+        meet = (mine.low <= theirs.high) & (theirs.low <= mine.high)
+        full = (mine.only == theirs.only) & (mine.only >= 0)
+        full_first = jnp.minimum(self.full_first, least(full))
+        # Ids below 0 count as larger than all others: they are sorted if they come last.
+        index = block[:, None] * size + iota(size)[None, :]
+        has_next = index + 1 < other_count * size
+        following = plgpu.load(flat_ref.at[index + 1], mask=has_next, other=-1)
+        is_sorted = (_keys(other_ids) <= _keys(following)) & (other_ids != block_ranges.NOT_SORTED)
+        highest = jnp.where(block < other_count, _keys(other_ids).max(axis=1), block_ranges.NOT_SORTED)
+        blocks_below = lambda limit: (highest[None, :] < limit[:, None]).astype(jnp.int32).sum(axis=1)
+        return Found(
+            first=jnp.minimum(self.first, least(meet)),
+            end=jnp.maximum(self.end, jnp.where(meet, block + 1, 0).max()),
+            full_first=full_first,
+            full_end=jnp.minimum(self.full_end, least(~full & (block >= full_first))),
+            is_sorted=jnp.minimum(self.is_sorted, is_sorted.astype(jnp.int32).min()),
+            below=self.below + blocks_below(ids),
+            up_to=self.up_to + blocks_below(_next(ids)),
+        )
+
+    def ranges(self, other_count: int) -> tuple[jax.Array, ...]:
+        """(first, end, full_first, full_end) after all parts, as block_ranges.segment_ranges returns them."""
+        has_full = self.full_first < other_count
+        return (
+            jnp.where(self.end > 0, self.first, 0),
+            self.end,
+            jnp.where(has_full, self.full_first, self.end),
+            jnp.where(has_full, jnp.maximum(self.full_end, self.full_first), self.end),
+        )
+
+    def spans(self, ids: jax.Array, flat_ref: Any, other_count: int, block: int) -> tuple[jax.Array, jax.Array]:
+        """(first, end) of each own id after all parts, as block_ranges.segment_spans returns them.
+
+        The arguments are as in with_part. block: the number of ids in a block of the other side.
+        """
+
+        def below(limit: jax.Array, blocks: jax.Array) -> jax.Array:
+            """The number of ids of the other side that are below each id's limit. blocks: blocks below the limit."""
+            inside = blocks[:, None] * block + iota(block)[None, :]
+            in_block = plgpu.load(flat_ref.at[inside], mask=inside < other_count * block, other=-1)
+            return blocks * block + (_keys(in_block) < limit[:, None]).astype(jnp.int32).sum(axis=1)
+
+        of_id = lambda x, otherwise: jnp.where(self.is_sorted > 0, jnp.where(ids < 0, 0, x), otherwise)
+        first, end = below(ids, self.below), below(_next(ids), self.up_to)
+        return of_id(first, 0), of_id(end, block_ranges.NOT_SORTED)
 
 
-def _spans(
-    ids: jax.Array, other_ids: jax.Array, flat_ref: Any, exists: jax.Array, block: int
-) -> tuple[jax.Array, jax.Array]:
-    """(first, end) of each own id, as block_ranges.segment_spans returns them, int32 [own block].
+class Extremes(NamedTuple):
+    """The lowest id, the highest id and the only id of each block of ids, as block_ranges finds them."""
 
-    ids: of the own block. other_ids: [blocks, block]. flat_ref: the same ids in one row, as the caller gave them.
-    exists: which blocks exist.
-    """
-    last = block_ranges.NOT_SORTED
-    of_rows = functools.partial(_of_rows, exists)
-    # Ids below 0 count as larger than all others: they are sorted if they come last.
-    keys = lambda ids: jnp.where(ids < 0, last, ids)
-    index = iota(len(exists))[:, None] * block + iota(block)[None, :]
-    following = plgpu.load(flat_ref.at[index + 1], mask=of_rows(block) & (index + 1 < exists.sum() * block), other=-1)
-    is_sorted = ((keys(other_ids) <= keys(following)) & (other_ids != last)).astype(jnp.int32).min() > 0
-    highest = jnp.where(exists, keys(other_ids).max(axis=1), last)
+    low: jax.Array
+    high: jax.Array
+    only: jax.Array
 
-    def below(limit: jax.Array) -> jax.Array:
-        """The number of ids of the other side that are below each id's limit."""
-        blocks = (highest[None, :] < limit[:, None]).astype(jnp.int32).sum(axis=1)
-        inside = blocks[:, None] * block + iota(block)[None, :]
-        in_block = plgpu.load(flat_ref.at[inside], mask=inside < exists.sum() * block, other=-1)
-        return blocks * block + (keys(in_block) < limit[:, None]).astype(jnp.int32).sum(axis=1)
+    @classmethod
+    def of(cls, ids: jax.Array) -> "Extremes":
+        """ids: [blocks, ids]."""
+        high = ids.max(axis=1)
+        low = jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids).min(axis=1)
+        return cls(low, high, jnp.where(ids.min(axis=1) == high, high, -1))
 
-    of_id = lambda x, otherwise: jnp.where(is_sorted, jnp.where(ids < 0, 0, x), otherwise)
-    return of_id(below(ids), 0), of_id(below(jnp.where(ids < last, ids + 1, last)), last)
+
+def _keys(ids: jax.Array) -> jax.Array:
+    """Ids by which others are sorted: the ids, with the largest int32 for ids below 0."""
+    return jnp.where(ids < 0, block_ranges.NOT_SORTED, ids)
+
+
+def _next(ids: jax.Array) -> jax.Array:
+    """Each id plus 1; the largest int32 stays."""
+    return jnp.where(ids < block_ranges.NOT_SORTED, ids + 1, block_ranges.NOT_SORTED)
 
 
 def _of_rows(exists: jax.Array, block: int) -> jax.Array:
     return jnp.broadcast_to(exists[:, None], (len(exists), block))
-
-
-def _loaded(ref: Any, exists: jax.Array, side: Side) -> jax.Array:
-    """The ids of all blocks of a side, [blocks, side.block]. exists: which blocks exist."""
-    ids = plgpu.load(ref, mask=_of_rows(exists, side.block), other=-1)
-    return jnp.where(ids < 0, side.none, ids)
-
-
-def _extremes(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(the lowest id, the highest id, the only id) of each block of ids, [blocks, ids], as block_ranges finds them."""
-    highest = ids.max(axis=1)
-    only = jnp.where(ids.min(axis=1) == highest, highest, -1)
-    return jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids).min(axis=1), highest, only

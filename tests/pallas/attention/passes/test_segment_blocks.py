@@ -46,6 +46,19 @@ def test_kernel_equals_xla(lengths, is_sorted, of_keys):
         np.testing.assert_array_equal(inside, (own_ids[b][:, None] == other_ids[b]) & (own_ids[b] >= 0)[:, None])
 
 
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_parts_equal_one_part(monkeypatch, is_sorted, of_keys):
+    """Blocks that meet, full blocks and unsorted neighbours lie in different parts. The last part is short."""
+    sides = [(jnp.asarray(ids_of(300, seed=i, is_sorted=is_sorted)), side) for i, side in enumerate((QUERIES, KEYS))]
+    (own_ids, own), (other_ids, others) = sides[::-1] if of_keys else sides
+    run = lambda: segment_blocks.of_ids(own_ids, other_ids, own, others, interpret=True)
+    want = run()
+    monkeypatch.setattr(segment_blocks, "PART_IDS", 128)
+    for found, expected in zip(run(), want, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("highest", [2**31 - 2, 2**31 - 1])
 def test_spans_of_the_largest_ids(highest):
     """No id is above the largest: it counts as not sorted."""
@@ -65,7 +78,7 @@ def test_a_single_swap_is_not_sorted():
 
 
 @pytest.mark.parametrize(
-    ("length", "block", "is_one_launch"), [(16384, 128, True), (16385, 128, False), (999, 96, False)]
+    ("length", "block", "is_one_launch"), [(32768, 128, True), (32769, 128, False), (999, 96, False)]
 )
 def test_long_or_uneven_blocks_are_left_to_xla(monkeypatch, length, block, is_one_launch):
     launched = []
