@@ -15,7 +15,7 @@ def lazy_names(
     when_imported: Callable[[Any], None] = lambda value: None,
     submodules: Sequence[str] = (),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions __getattr__ and __dir__ of a package's __init__.py.
+    """The functions __getattr__ and __dir__ of a package's __init__.py, whose __all__ becomes the public names.
 
     names: the public names, by the module that has them; a name may also be the module itself. when_imported: called
     with the value of a name before the name is first returned. submodules: names of further modules of the package that
@@ -23,6 +23,7 @@ def lazy_names(
     """
     homes = {name: module for module, found in names.items() for name in found}
     scope = vars(sys.modules[package])
+    scope.setdefault("__all__", sorted(homes))
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -167,3 +167,13 @@ for package, statement in (
         "plot needs the package matplotlib: pip install 'jax-kernels[cli]'",
         "tune needs the package filelock: pip install 'jax-kernels[cli]'",
     ]
+
+
+@pytest.mark.parametrize("name", ["", ".bridge", ".bridge.nn", ".models"])
+def test_star_imports_have_the_public_names(name):
+    package = f"jax_kernels{name}"
+    listed = {name for name in dir(importlib.import_module(package)) if not name.startswith("__")}
+    scope: dict = {}
+    exec(f"from {package} import *", scope)
+    assert len(listed) > 10
+    assert not listed - scope.keys()

@@ -46,6 +46,13 @@ def block_pair(name: str, block: Any) -> tuple[int, int]:
     return integer(name, pair[0], 1), integer(name, pair[1], 1)
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of an error that a traced function raised; for a NumPy array with a traced index, the remedy."""
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        return "a traced index cannot index a NumPy array: pass the array through jnp.asarray"
+    return str(error).split("\n")[0]
+
+
 def is_array(name: str, x: Any, want: str) -> None:
     """Raises TypeError unless x is an array of JAX or NumPy. name, want: the argument and the wanted array, for the
     error.
@@ -246,8 +253,9 @@ def elementwise(function: Callable[..., Any], arrays: Any, batch: int | None, he
     except Exception as error:
         if is_empty_lookup(error):
             return  # a call with an empty array has no pair
-        reason = str(error).split("\n")[0]
-        raise TypeError(f"function: raised {type(error).__name__} when traced, {_PREDICATE} ({reason})") from error
+        raise TypeError(
+            f"function: raised {type(error).__name__} when traced, {_PREDICATE} ({reason_of(error)})"
+        ) from error
     for result, want in ((whole, sizes), (one, ())):
         if not isinstance(result, jax.ShapeDtypeStruct):
             raise TypeError(f"function: got a {type(result).__name__} from it, {_PREDICATE}")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from jax_kernels.masks.checks import reason_of
 from jax_kernels.masks.mask import node, static
 from jax_kernels.score_mod.axes import flat, lifted
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
@@ -136,7 +137,9 @@ def trace(function: Any) -> ScoreMod:
     except Exception as error:
         if "Explicit" in str(error):  # JAX has no error type for an array on another kind of mesh
             raise TypeError(_EXPLICIT) from error
-        raise TypeError(f"score_mod: raised {type(error).__name__} when traced, {_WANT}") from error
+        raise TypeError(
+            f"score_mod: raised {type(error).__name__} when traced, {_WANT} ({reason_of(error)})"
+        ) from error
     if not isinstance(result, jax.ShapeDtypeStruct):
         raise TypeError(f"score_mod: got a {type(result).__name__} from it, {_WANT}")
     if result.shape != ():

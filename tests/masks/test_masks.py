@@ -312,6 +312,11 @@ BAD = {
         TypeError,
         "function: raised ValueError when traced, want an elementwise predicate",
     ),
+    "function_numpy": (
+        lambda: masks.from_function(lambda b, h, q, k: np.arange(9)[k] > q),
+        TypeError,
+        "(a traced index cannot index a NumPy array: pass the array through jnp.asarray)",
+    ),
     "function_arguments": (lambda: masks.from_function(lambda q, k: q > k), TypeError, "function: raised TypeError"),
 }
 

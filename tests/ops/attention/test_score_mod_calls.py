@@ -35,6 +35,11 @@ BAD = {
         TypeError,
         "score_mod: raised TracerBoolConversionError when traced, want",
     ),
+    "numpy": (
+        lambda score, b, h, q, k: score + np.ones(4, np.float32)[h],
+        TypeError,
+        "to float32 scalar (a traced index cannot index a NumPy array: pass the array through jnp.asarray)",
+    ),
     "shape": (out_of(lambda s: s * jnp.ones(3)), ValueError, "score_mod: got shape (3,) from it for scalars, want"),
     "int": (out_of(lambda s: jnp.int32(1)), TypeError, "score_mod: got dtype int32 from it, want"),
     "bool": (out_of(lambda s: s > 0), TypeError, "score_mod: got dtype bool from it, want"),
