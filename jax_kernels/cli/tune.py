@@ -67,7 +67,9 @@ def _tuning(gradients: bool, seconds: float, prune: bool) -> Iterator[None]:
     console = Console(stderr=True)
     try:
         with (
-            Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress,
+            Progress(
+                *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+            ) as progress,
             session.tune(gradients=gradients, seconds=seconds, prune=prune, progress=_Bar(progress)) as results,
         ):
             yield

@@ -54,10 +54,15 @@ _IS_IGNORED: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_kernels_
 def folder() -> Path | None:
     """The folder of the files: JAX_KERNELS_CACHE, else the user's cache folder; None without the package platformdirs.
 
-    The folder need not exist.
+    The folder need not exist. Raises ValueError for a JAX_KERNELS_CACHE in the home of a user that does not exist.
     """
     given = os.environ.get("JAX_KERNELS_CACHE")
-    return Path(given).expanduser() / "tuning" if given else _users_folder()
+    if not given:
+        return _users_folder()
+    try:
+        return Path(given).expanduser() / "tuning"
+    except RuntimeError:
+        raise ValueError(f"JAX_KERNELS_CACHE: got {given!r}, want a folder: there is no such home") from None
 
 
 @functools.cache
@@ -84,7 +89,7 @@ def find(device: str) -> Mapping[str, Winner]:
     """The user's winners of a device, by the keys of their requests.
 
     Empty without a file, inside `ignored`, and if JAX_KERNELS_TUNED is 0. Raises ValueError for a JAX_KERNELS_TUNED
-    other than 0, own and 1.
+    other than 0, own and 1, and as `folder`.
     """
     parent = folder()
     if _setting() == "0" or parent is None or _IS_IGNORED.get():
