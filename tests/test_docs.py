@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 HOOKS = ROOT / "docs" / "hooks"
 ARCHITECTURE = ROOT / "docs" / "develop" / "architecture.md"
 MODULES = ("jax_kernels", "jax_kernels.masks", "jax_kernels.models", "jax_kernels.bridge", "jax_kernels.bridge.nn")
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 # For the command line.
 INTERNAL = {"jax_kernels.bridge.nn.has_gpu", "jax_kernels.bridge.nn.logits_and_input_gradients"}
 
@@ -82,6 +83,27 @@ def test_a_public_name_without_a_heading_raises(hook):
         pages.with_entries("## A\n\n::: names of ops, masks, analysis, chunks\n", "jax_kernels")
     with pytest.raises(pages.PluginError, match=r"got \['ops', 'ops'\], want each folder, module or name once"):
         pages.with_entries("::: names of ops\n\n::: names of ops\n", "jax_kernels")
+
+
+def without_code(page: str) -> str:
+    """The text of a page, without its blocks of code."""
+    return re.sub(r"^( *)(```|~~~).*?^\1\2", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_heading_occurs_once(page):
+    """No two headings of a page have the same level and text: a link to one of them would miss the other."""
+    found = re.findall(r"^#+ .+?(?= *$)", without_code(page), re.MULTILINE)
+    assert found
+    assert [x for x in dict.fromkeys(found) if found.count(x) > 1] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/guides/")])
+def test_forward_mode_is_of_xla_alone(page):
+    """A sentence about forward mode names the implementation that has it, in its paragraph or item of a list."""
+    for text in re.split(r"\n\n|\n- ", without_code(page)):
+        if re.search(r"forward mode|jax\.jvp", text, re.IGNORECASE):
+            assert 'implementation="xla"' in text
 
 
 @pytest.mark.parametrize("uri", ["reference/ops.md", "reference/bridge.md"])

@@ -74,3 +74,16 @@ def test_every_library_has_rows():
     with_rows = {heading for heading, text in sections().items() if rows(text)}
     assert set(NAMES) <= with_rows
     assert len(set(IDS)) == len(ROWS) > 100
+
+
+def test_a_name_is_replaced_or_out_of_scope():
+    """No name of a library has a row, and is also in the list at the end of the page."""
+    found = sections()
+    parts = re.findall(r"([\w-]+): ((?:`[^`]+`(?:, )?)+)", found[OUT_OF_SCOPE])
+    assert len(parts) > 5
+    for library, spans in parts:
+        text = next(text for heading, text in found.items() if library in heading)
+        replaced = {
+            name for names, _, _ in rows(text) for span in re.findall(r"`([^`]+)`", names) for name in span.split(", ")
+        }
+        assert not replaced & {name for span in re.findall(r"`([^`]+)`", spans) for name in span.split(", ")}

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Collection
 from typing import Annotated, Any, NoReturn
@@ -40,6 +41,8 @@ FLAX_COMMANDS = {
 _HELP = {"help_option_names": ["-h", "--help"]}
 # Shells set it while they complete a command line; click reads it.
 _COMPLETE = "_JAX_KERNELS_COMPLETE"
+# The begin of an error of the library about an environment variable, which any command may meet.
+_OF_ENVIRONMENT = re.compile(r"JAX_KERNELS_[A-Z_]+: got ")
 
 
 def _load(app: Any, name: str) -> None:
@@ -181,6 +184,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if package not in EXTRAS or is_installed(package):
             raise
         _fail(f"this needs the package {package}: pip install 'jax-kernels[{EXTRAS[package]}]'")
+    except ValueError as error:
+        if not _OF_ENVIRONMENT.match(str(error)):
+            raise
+        _fail(str(error))
     except Exception as error:
         if not hasattr(error, "format_message"):  # a bug, not an error of typer's: show its traceback
             raise

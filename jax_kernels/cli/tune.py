@@ -33,7 +33,9 @@ __all__ = ["COMMANDS", "OpGroup", "tune"]
 
 # Ops whose backward makes further matmul calls.
 _OF_MATMULS = ("matmul", "gated_matmul", "mlp")
-_OPS = ("flash_attention", "flash_attention_fp8", "decode_attention", *_OF_MATMULS, "layer_norm", "rms_norm")
+_OF_ATTENTION = ("flash_attention", "flash_attention_fp8", "decode_attention")
+_GROUPED = ("grouped_matmul", "grouped_gated_matmul")
+_OPS = (*_OF_ATTENTION, *_OF_MATMULS, *_GROUPED, "layer_norm", "rms_norm", "linear_cross_entropy")
 # By the command's name, the op.
 TUNABLE = {"attention": "flash_attention", **{op: op for op in _OPS}}
 
@@ -67,7 +69,9 @@ def _tuning(gradients: bool, seconds: float, prune: bool) -> Iterator[None]:
     console = Console(stderr=True)
     try:
         with (
-            Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress,
+            Progress(
+                *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+            ) as progress,
             session.tune(gradients=gradients, seconds=seconds, prune=prune, progress=_Bar(progress)) as results,
         ):
             yield

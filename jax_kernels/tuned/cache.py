@@ -1,7 +1,8 @@
 """The winners of tuned calls, in one JSON file per device: in the user's cache folder, and in the folder `shipped`.
 
 A process reads a device's files once, at the first call that is planned for the device. A file that cannot be read, or
-in the user's folder one that another version of the library wrote, is reported by one warning and ignored.
+in the user's folder one that another version of the library wrote, is reported by one warning and ignored. So are the
+entries of a file that cannot serve, such as blocks that the device cannot hold.
 
 The files in `shipped` are part of the library. benchmarks/ship_winners.py writes them.
 """
@@ -18,7 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jax_kernels.device import device_info
 from jax_kernels.files import write_whole
+from jax_kernels.tuned.blocks import MOST_SHARED_MEMORY
 from jax_kernels.tuned.winners import Winner
 
 __all__ = [
@@ -51,10 +54,15 @@ _IS_IGNORED: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_kernels_
 def folder() -> Path | None:
     """The folder of the files: JAX_KERNELS_CACHE, else the user's cache folder; None without the package platformdirs.
 
-    The folder need not exist.
+    The folder need not exist. Raises ValueError for a JAX_KERNELS_CACHE in the home of a user that does not exist.
     """
     given = os.environ.get("JAX_KERNELS_CACHE")
-    return Path(given).expanduser() / "tuning" if given else _users_folder()
+    if not given:
+        return _users_folder()
+    try:
+        return Path(given).expanduser() / "tuning"
+    except RuntimeError:
+        raise ValueError(f"JAX_KERNELS_CACHE: got {given!r}, want a folder: there is no such home") from None
 
 
 @functools.cache
@@ -81,7 +89,7 @@ def find(device: str) -> Mapping[str, Winner]:
     """The user's winners of a device, by the keys of their requests.
 
     Empty without a file, inside `ignored`, and if JAX_KERNELS_TUNED is 0. Raises ValueError for a JAX_KERNELS_TUNED
-    other than 0, own and 1.
+    other than 0, own and 1, and as `folder`.
     """
     parent = folder()
     if _setting() == "0" or parent is None or _IS_IGNORED.get():
@@ -158,11 +166,28 @@ def listed_shipped() -> dict[str, dict[str, Winner]]:
 def _listed(paths: Iterable[Path], *, is_shipped: bool = False) -> dict[str, dict[str, Winner]]:
     found: dict[str, dict[str, Winner]] = {}
     for path in paths:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            device = json.loads(path.read_text()).get("device")
-            if isinstance(device, str) and (winners := read(path, device, is_shipped=is_shipped)):
-                found[device] = winners
+        device = _device_of(path)
+        if device is not None and (winners := read(path, device, is_shipped=is_shipped)):
+            found[device] = winners
     return found
+
+
+def _device_of(path: Path) -> str | None:
+    """The name of the device of a file; None, with a warning, for a file without one."""
+    try:
+        device = json.loads(path.read_text())["device"]
+    except FileNotFoundError:  # another process removed it
+        return None
+    except OSError as error:
+        _report(path, f"cannot be read ({error}): it is ignored")
+        return None
+    except Exception as error:
+        _report(path, f"is corrupt ({type(error).__name__}: {error}): it is ignored")
+        return None
+    if not isinstance(device, str) or name_of(device) != path.name:
+        _report(path, f"is corrupt (device: got {device!r}, want the device of the file's name): it is ignored")
+        return None
+    return device
 
 
 def clear() -> list[Path]:
@@ -206,14 +231,46 @@ def read(path: Path | None, device: str, *, is_shipped: bool = False) -> dict[st
             return {}
         if tree["device"] != device:
             raise ValueError(f"device: got {tree['device']!r}, want {device!r}")
-        return {key: Winner.from_json(entry, is_shipped=is_shipped) for key, entry in tree["winners"].items()}
+        return _served(path, tree["winners"].items(), _shared_memory(device), is_shipped=is_shipped)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         _report(path, f"cannot be read ({error}): it is ignored")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except Warning:  # a filter of the user's makes the report an error
+        raise
+    except Exception as error:  # also a RecursionError, of lists within lists: a file may hold anything
         _report(path, f"is corrupt ({type(error).__name__}: {error}): it is ignored")
     return {}
+
+
+def _served(
+    path: Path, entries: Iterable[tuple[str, Any]], shared_memory: int, *, is_shipped: bool
+) -> dict[str, Winner]:
+    """The winners of a file's entries, without the ones that cannot serve, which one warning reports.
+
+    shared_memory: the most bytes of shared memory of a CTA; 0 is no limit.
+    """
+    found, refused = {}, []
+    for key, entry in entries:
+        try:
+            request = json.loads(key)
+            if not isinstance(request, dict) or not isinstance(request.get("op"), str):
+                raise TypeError("winners: got another name of an entry, want the request of an op in JSON")
+            found[key] = Winner.from_json(entry, request=request, shared_memory=shared_memory, is_shipped=is_shipped)
+        except Exception as error:
+            refused.append(f"{key} ({type(error).__name__}: {error})")
+    if refused:
+        others = f" and {len(refused) - 1} more" if refused[1:] else ""
+        _report(path, f"has entries that cannot serve, and are ignored: {refused[0]}{others}")
+    return found
+
+
+def _shared_memory(device: str) -> int:
+    """The most bytes of shared memory of a CTA of the device; 0 for a CPU."""
+    try:
+        return device_info(device).shared_memory_per_block
+    except ValueError:  # a GPU without an entry in the table
+        return MOST_SHARED_MEMORY
 
 
 def write(path: Path, device: str, winners: Mapping[str, Winner]) -> None:

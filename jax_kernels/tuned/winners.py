@@ -1,7 +1,11 @@
 """The result of tuning a call: the times of its implementations, and the blocks with which each is fastest."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
+
+from jax_kernels.tuned.blocks import check_blocks, check_name
 
 __all__ = ["Timed", "Tuned", "Winner"]
 
@@ -123,17 +127,32 @@ class Winner:
         return {name: x for name, x in dataclasses.asdict(self).items() if name != "is_shipped"}
 
     @classmethod
-    def from_json(cls, tree: Any, *, is_shipped: bool = False) -> "Winner":
-        """The winner of a tree that as_json made. Raises TypeError, ValueError or KeyError for others."""
+    def from_json(
+        cls, tree: Any, *, request: Mapping[str, Any], shared_memory: int = 0, is_shipped: bool = False
+    ) -> "Winner":
+        """The winner of a tree that as_json made. Raises TypeError, ValueError or KeyError for others.
+
+        request: the fields of the winner's request, by name. shared_memory: the most bytes of shared memory of a CTA;
+        0 is no limit.
+        """
         timed = tuple(Timed(**entry) for entry in tree["timed"])
         winner = cls(**{**tree, "timed": timed, "is_shipped": is_shipped})
         texts = (winner.date, winner.timer, winner.untuned, *(entry.name for entry in timed))
-        times = [ms for entry in timed for ms in (entry.ms, entry.untuned_ms)]
-        blocks = [values for entry in timed for values in entry.blocks.values()]
+        blocks = [entry.blocks for entry in timed]
+        blocks += [values for of in blocks if isinstance(of, dict) for values in of.values()]
         if not all(isinstance(text, str) for text in texts) or not all(isinstance(x, dict) for x in blocks):
             raise TypeError(f"winner: got {tree!r}, want text and blocks")
-        if not times or not all(isinstance(ms, float | int) and ms >= 0 for ms in times):
+        if type(winner.with_gradients) is not bool:
+            raise TypeError(f"with_gradients: got {winner.with_gradients!r}, want True or False")
+        times = [ms for entry in timed for ms in (entry.ms, entry.untuned_ms)]
+        is_time = lambda ms: type(ms) in (int, float) and 0 <= ms < math.inf
+        if not times or not all(map(is_time, times)):
             raise ValueError(f"winner: got the times {times}, want numbers of 0 or more")
         if winner.fastest is not None and winner.of(winner.fastest) is None:
             raise ValueError(f"winner: got {winner.fastest!r} as the fastest, want one that was timed")
+        for name in (winner.untuned, *(entry.name for entry in timed)):
+            check_name(request["op"], name)
+        for entry in timed:
+            for field, values in entry.blocks.items():
+                check_blocks(request, entry.name, field, values, shared_memory)
         return winner

@@ -219,8 +219,9 @@ def tune(
     Later calls of the same bucket use the fastest candidate, in this process and, from the user's cache folder, in
     others: jax_kernels.explain shows the times. Programs that were compiled before keep their kernels.
 
-    gradients: also times the backward of attention and norms, and chooses by the sum. Set it to False if the calls
-      only serve inference. Matmuls of a backward are calls of their own: they are tuned if the block differentiates.
+    gradients: also times the backward of attention, norms, grouped matmuls and linear_cross_entropy, and chooses by the
+      sum. Set it to False if the calls only serve inference. Matmuls of the backward of a matmul are calls of their
+      own: they are tuned if the block differentiates.
     seconds: the duration of one reading; a candidate has three readings or more.
     prune: leaves out candidates that cannot be the fastest: whose predicted time is more than 1.5 times the smallest
       predicted one, by their work tiles and the rates of the device. Set it to False to time all.

@@ -147,6 +147,35 @@ def test_reasons_name_their_calls_unless_it_is_all():
     assert page.reasons([row("a", "slow"), row("b", "old")]) == ["not triton (a): slow", "not triton (b): old"]
 
 
+def test_which_ops_have_standard_sizes():
+    """All but the ops that need a mesh, and two that take masks of blocks."""
+    without = {name for name, op in OPS.items() if op.devices is not None}
+    assert OPS.keys() - bench_sizes.STANDARD.keys() == without | {"block_sparse_attention", "dynamic_mask_attention"}
+
+
+def test_groups_and_targets_of_standard_calls():
+    """The groups have all rows, also a rest; the targets are ids of the vocabulary."""
+    call = bench_sizes.StandardCall(name="", values={"shape": "10,8", "columns": 16, "groups": 4})
+    assert bench_sizes.arrays("grouped_matmul", call)["group_sizes"].tolist() == [2, 2, 2, 4]
+    for transpose_w in (False, True):
+        values = {"shape": "64,8", "columns": 300, "transpose_w": transpose_w}
+        targets = bench_sizes.arrays("linear_cross_entropy", bench_sizes.StandardCall(name="", values=values))[
+            "targets"
+        ]
+        assert targets.shape == (64,)
+        assert 8 < targets.max() < 300
+
+
+def test_a_run_of_groups_and_of_a_loss(run, tmp_path):
+    path = tmp_path / "r.json"
+    ops = ("grouped_matmul", "grouped_gated_matmul", "linear_cross_entropy")
+    assert run(*ops, "--gradients", "--seconds", "0.001", "--json", str(path))[0] == 0
+    found = [row for row in json.loads(path.read_text())["results"] if row["ms"]]
+    assert [(row["op"], row["call"], row["gradients"], row["implementation"]) for row in found] == [
+        (op, call.name, True, "xla") for op in ops for call in bench_sizes.STANDARD[op][1]
+    ]
+
+
 @pytest.mark.parametrize("op", bench_sizes.STANDARD)
 def test_the_standard_sizes_have_plans(op, monkeypatch):
     """On an H200 each call has a kernel; on a CPU each call is small."""
@@ -173,6 +202,9 @@ def test_the_standard_sizes_have_plans(op, monkeypatch):
         ("flash_attention", True, 3.5 * 4 * 4 * 4 * 128 * 128 * 64 / 2),
         ("gated_matmul", False, 2 * 64 * 256 * 512 * 2),
         ("mlp", True, 3 * 2 * 64 * 256 * 512 * 3),
+        ("grouped_matmul", False, 2 * 64 * 128 * 256),
+        ("grouped_gated_matmul", True, 3 * 2 * 64 * 128 * 256 * 2),
+        ("linear_cross_entropy", True, 3 * 2 * 64 * 128 * 512),
         ("rms_norm", False, None),
         ("dilated_attention", False, None),
     ],

@@ -380,6 +380,31 @@ def test_bad_input_is_one_line(run, arguments, words):
     assert_one_line(run(*arguments.split()), *words)
 
 
+COMMANDS_THAT_PLAN = (
+    "info",
+    "explain rms_norm --shape 4,128",
+    "tune --list",
+    "tune rms_norm --shapes 4,128",
+    "tune --from SCRIPT",
+    "bench rms_norm --seconds 0.001",
+    "check --op rms_norm",
+    "profile SCRIPT",
+)
+
+
+@pytest.mark.parametrize("arguments", COMMANDS_THAT_PLAN)
+@pytest.mark.parametrize(
+    ("name", "value"), [("JAX_KERNELS_TUNED", "2"), ("JAX_KERNELS_CACHE", "~a-user-that-nobody-has/cache")]
+)
+def test_a_wrong_environment_is_one_line(run, monkeypatch, tmp_path, arguments, name, value):
+    """Each command names the variable, and no command shows a traceback."""
+    script = tmp_path / "script.py"
+    script.write_text("import jax.numpy as jnp, jax_kernels\njax_kernels.rms_norm(jnp.ones((4, 128)))\n")
+    monkeypatch.delenv("JAX_KERNELS_TUNED", raising=False)
+    monkeypatch.setenv(name, value)
+    assert_one_line(run(*arguments.replace("SCRIPT", str(script)).split()), f"{name}: got {value!r}, want ")
+
+
 def test_check_with_an_unavailable_implementation(run, monkeypatch):
     monkeypatch.setattr(check, "why_not", lambda case, name: f"{name} needs a moon")
     assert_one_line(run("check", "--op", "flash_attention", "--implementation", "triton"), "triton needs a moon")

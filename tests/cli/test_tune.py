@@ -1,11 +1,13 @@
 """jax-kernels tune: the calls of an op and of a script, the list of winners, and messages for wrong use."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from jax_kernels import cli
-from jax_kernels.tuned import cache
+from jax_kernels.cli.tune import TUNABLE
+from jax_kernels.tuned import blocks, cache
 from jax_kernels.tuning import timers
 
 pytestmark = pytest.mark.triton
@@ -81,6 +83,30 @@ def test_the_backward_of_a_matmul(run, monkeypatch):
         "matmul(m=16, n=32, k=8, dtype=bfloat16, out_dtype=bfloat16, transpose_x=True)",
     ]
     assert all(line.endswith("not tuned: xla is the only candidate on CPU") for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "grouped_matmul --shapes 16,16 --columns 16 --groups 2",
+        "grouped_gated_matmul --shapes 16,16 --columns 16 --groups 2",
+        "linear_cross_entropy --shapes 16,16 --columns 128 --reduction mean",
+    ],
+)
+def test_ops_whose_backward_is_timed_with_them(run, arguments):
+    """Their implementations are timed, and no blocks."""
+    code, out, err = run(*arguments.split())
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert "triton tuned on " in out
+    assert out.endswith(": 1 ms with its backward, xla 2 ms\n")
+
+
+def test_every_op_with_candidates_is_on_the_page_and_a_command():
+    """The ops that plan their own calls; others are made of such calls."""
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "tuning.md").read_text()
+    table = page.partition("## Candidates")[2].partition("\n\n`ring_attention`")[0]
+    assert set(TUNABLE.values()) == blocks.IMPLEMENTATIONS.keys()
+    assert [op for op in TUNABLE.values() if f"`{op}`" not in table] == []
 
 
 SCRIPT = """

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import sys
 import typing
 
 import jax
@@ -17,6 +18,9 @@ from jax_kernels.ops.attention import decode_implementations as decoding
 from jax_kernels.ops.attention.implementations.request import AttentionRequest
 from jax_kernels.ops.matmul import implementations as matmuls
 from jax_kernels.ops.normalization import implementations as norms
+from jax_kernels.ops.planned_op import PlannedOp
+from jax_kernels.pallas.block_specs import candidates
+from jax_kernels.tuned import blocks as file_blocks
 from jax_kernels.tuned import cache
 from jax_kernels.tuned.winners import Timed, Winner
 from tests.support.cases.requests import request_of
@@ -54,8 +58,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "_LOADED", {})
     monkeypatch.setattr(cache, "_REPORTED", set())
     cache.SHIPPED.mkdir()
-    blocks = {"forward": {"type": "AttentionForwardTriton", "block_q": 64, "block_kv": 32}}
-    tree = {"version": "0.0.1", "device": H200.name, "winners": {KEY: winner(blocks=blocks).as_json()}}
+    of_forward = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2}
+    given = {"forward": {"type": "AttentionForwardTriton", **of_forward}}
+    tree = {"version": "0.0.1", "device": H200.name, "winners": {KEY: winner(blocks=given).as_json()}}
     (cache.SHIPPED / "NVIDIA_H200.json").write_text(json.dumps(tree))
     return cache.SHIPPED
 
@@ -106,7 +111,7 @@ def test_a_broken_file(folder, monkeypatch):
 
 
 def test_listing(folder):
-    cache.store("GPU", "a", winner())
+    cache.store("GPU", KEY, winner())
     assert cache.listed().keys() == {"GPU"}
     assert [x.is_shipped for x in cache.listed_shipped()[H200.name].values()] == [True]
     assert cache.clear() == [cache.path_of("GPU")]
@@ -210,3 +215,46 @@ def test_requests_come_back_from_keys():
     for request in (attention, request_of(rms_norm, x), request_of(matmul, x, w), request_of(gated_matmul, x, w, w)):
         assert of_key(tuning_key(request), H200) == request
     assert tuning_key(attention) == KEY
+
+
+def test_the_names_and_types_of_files():
+    """A file may name the implementations that the ops have, and the types of blocks that tuning varies."""
+    importlib.import_module("jax_kernels.cli.ops")  # which imports every op
+    modules = [module for name, module in sys.modules.items() if name.startswith("jax_kernels.ops.")]
+    found = [x for module in modules for x in vars(module).values()]
+    ops = {x.name: x for x in [*found, *norms.OPS.values()] if isinstance(x, PlannedOp)}
+    assert ops.keys() == file_blocks.IMPLEMENTATIONS.keys()
+    for name, op in ops.items():
+        assert set(op.implementations) == set(file_blocks.IMPLEMENTATIONS[name])
+        varied = {implementation for implementation, x in op.implementations.items() if x.candidates is not None}
+        assert {implementation for implementation, _ in file_blocks.TYPES.get(name, {})} == varied
+    kinds = {x for x in vars(candidates).values() if dataclasses.is_dataclass(x)} - {candidates.TiledCall}
+    assert {kind for of in file_blocks.TYPES.values() for kind in of.values()} == kinds
+
+
+ROWS = (4096, 1024)
+CANDIDATES = {
+    **{f"attention D{d}": (flash_attention, *[(2, 4096, 8, d)] * 3) for d in (32, 64, 80, 96, 128, 192, 256)},
+    "causal": (flash_attention, *[X.shape] * 3, {"is_causal": True}),
+    "matmul": (matmul, ROWS, (1024, 512)),
+    "gated_matmul": (gated_matmul, ROWS, (1024, 512), (1024, 512)),
+    "rms_norm": (rms_norm, ROWS),
+}
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_all_candidates_are_taken(name):
+    """All blocks that tuning times for a call."""
+    function, *shapes = CANDIDATES[name]
+    more = shapes.pop() if isinstance(shapes[-1], dict) else {}
+    request, count = request_of(function, *shapes, **more), 0
+    of_key = json.loads(tuning_key(request))
+    for implementation, entry in OPS[request.op][0].implementations.items():
+        listed = {} if entry.candidates is None else entry.candidates(request)
+        for field, found in listed.items():
+            for x in found:
+                values = {key: y for key, y in vars(x).items() if isinstance(y, bool | int | None)}
+                given = {"type": type(x).__name__} | values
+                file_blocks.check_blocks(of_key, implementation, field, given, H200.shared_memory_per_block)
+                count += 1
+    assert count > 8

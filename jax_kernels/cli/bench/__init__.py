@@ -58,7 +58,8 @@ def bench(
     calls = [(op, call) for op in ops or STANDARD for call in STANDARD[op][0 if is_gpu else 1]]
     found: list[Row] = []
     progress = Console(stderr=True)
-    for op, call in track(calls, f"timing on {device.name}", console=progress, transient=True):
+    is_silent = not progress.is_terminal
+    for op, call in track(calls, f"timing on {device.name}", console=progress, transient=True, disable=is_silent):
         found += rows_of(op, call, gradients, seconds, with_peers)
     found += density_rows(is_gpu, seconds, with_peers) if density else []
     _show(device.name, found)

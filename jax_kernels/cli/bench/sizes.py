@@ -36,6 +36,16 @@ def _rows(rows: tuple[int, ...], inner: int, **values: Any) -> list[StandardCall
     return [StandardCall(name=f"{count} x {inner}", values={"shape": f"{count},{inner}", **values}) for count in rows]
 
 
+def _grouped(rows: tuple[int, ...], inner: int, columns: int, groups: int) -> list[StandardCall]:
+    return [
+        StandardCall(
+            name=f"{count} x {inner}, {groups} groups",
+            values={"shape": f"{count},{inner}", "columns": columns, "groups": groups},
+        )
+        for count in rows
+    ]
+
+
 def _decode(lengths: tuple[int, ...], batch: int, heads: int, kv_heads: int) -> list[StandardCall]:
     return [
         StandardCall(
@@ -77,13 +87,31 @@ STANDARD: dict[str, tuple[list[StandardCall], list[StandardCall]]] = {
         _rows((1024, 8192), 4096, hidden=14336, columns=4096, w_gate=True),
         _rows((64,), 256, hidden=512, columns=256, w_gate=True),
     ),
+    "grouped_matmul": (
+        [*_grouped((8192, 32768), 2048, 1408, 64), *_grouped((8192, 32768), 4096, 14336, 8)],
+        _grouped((64, 256), 128, 256, 4),
+    ),
+    "grouped_gated_matmul": (
+        [*_grouped((8192, 32768), 2048, 1408, 64), *_grouped((8192, 32768), 4096, 14336, 8)],
+        _grouped((64,), 128, 256, 4),
+    ),
+    "linear_cross_entropy": (
+        [
+            *_rows((4096, 16384), 4096, columns=32768, reduction="mean"),
+            *_rows((8192,), 4096, columns=131072, reduction="mean"),
+        ],
+        _rows((64, 256), 128, columns=512, reduction="mean"),
+    ),
     "layer_norm": (_rows((8192, 32768), 4096, scale=True, bias=True), _rows((256,), 512, scale=True, bias=True)),
     "rms_norm": (_rows((8192, 32768), 4096, scale=True), _rows((256,), 512, scale=True)),
 }
 
 
 def arrays(op: str, call: StandardCall) -> dict[str, Any]:
-    """The arguments of the op, by name, with random arrays of the call's shapes. All keys count."""
+    """The arguments of the op, by name, with random arrays of the call's shapes.
+
+    All keys count. The groups of rows have equal sizes, the last one also the rest, and targets are random.
+    """
     defaults = {name: x.default for name, x in options.parameters_of(op).items()}
     given = options.given(op, defaults | call.values)
     keys = iter(jax.random.split(jax.random.key(0), len(given)))
@@ -93,16 +121,28 @@ def arrays(op: str, call: StandardCall) -> dict[str, Any]:
             return x
         if jnp.issubdtype(x.dtype, jnp.floating):
             return jax.random.normal(next(keys), x.shape, jnp.float32).astype(x.dtype)
-        return jnp.full(x.shape, given["key"].shape[1], x.dtype)
+        return _integers(name, x, given)
 
     found = {name: fill(name, x) for name, x in given.items()}
     return {name: x for name, x in found.items() if name != "implementation"}
 
 
+def _integers(name: str, x: jax.ShapeDtypeStruct, given: dict[str, Any]) -> jax.Array:
+    """The values of an argument of integers. given: all arguments of the op, by name."""
+    if name == "group_sizes":
+        rows, groups = given["x"].shape[0], x.shape[0]
+        return jnp.full(groups, rows // groups, x.dtype).at[-1].add(rows % groups)
+    if name == "targets":
+        return jax.random.randint(jax.random.key(1), x.shape, 0, given["w"].shape[0 if given["transpose_w"] else 1])
+    assert name == "kv_lengths", name
+    return jnp.full(x.shape, given["key"].shape[1], x.dtype)
+
+
 def flops(op: str, given: dict[str, Any], gradients: bool) -> float | None:
     """The floating-point operations of a call's matmuls; None for an op that is bound by memory, or by its pattern.
 
-    A causal attention counts half of its pairs. A backward of attention counts 2.5 forwards, of a matmul 2.
+    A causal attention counts half of its pairs. A backward of attention counts 2.5 forwards, of a matmul 2. A row of a
+    grouped matmul meets the weights of one group.
     """
     if op in ("flash_attention", "flash_attention_fp8"):
         batch, q_length, heads, head_dim = given["query"].shape
@@ -114,7 +154,8 @@ def flops(op: str, given: dict[str, Any], gradients: bool) -> float | None:
     if not weights:
         return None
     rows = given["x"].size // given["x"].shape[-1]
-    return matmul_flops(rows, 1, sum(w.size for w in weights)) * (3 if gradients else 1)
+    groups = given["group_sizes"].size if "group_sizes" in given else 1
+    return matmul_flops(rows, 1, sum(w.size for w in weights) // groups) * (3 if gradients else 1)
 
 
 def traffic(function: Any, given: dict[str, Any], gradients: bool) -> int:
