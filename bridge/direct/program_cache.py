@@ -37,6 +37,7 @@ from jax_kernels.bridge.direct import chain as records
 from jax_kernels.bridge.direct.chain import LaunchChain
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.files import write_whole
+from jax_kernels.tuned.cache import folder_of
 
 __all__ = [
     "MOST_BYTES",
@@ -81,7 +82,8 @@ def folder() -> Path | None:
 
     It is off while Mosaic dumps its programs, too.
 
-    Raises ValueError for a JAX_KERNELS_PROGRAM_CACHE other than 0 and 1.
+    Raises ValueError for a JAX_KERNELS_PROGRAM_CACHE other than 0 and 1, and for a JAX_KERNELS_CACHE in the home of a
+    user that does not exist.
     """
     setting = os.environ.get(_SETTING)
     if setting not in (None, "", "0", "1"):
@@ -90,14 +92,7 @@ def folder() -> Path | None:
     has_dumps = any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ)  # only a compilation writes them
     if setting == "0" or has_dumps or (has_own and setting != "1"):
         return None
-    given = os.environ.get("JAX_KERNELS_CACHE")
-    if given:
-        return Path(given).expanduser() / "programs"
-    try:
-        import platformdirs
-    except ModuleNotFoundError:  # the cli extra is not installed
-        return None
-    return platformdirs.user_cache_path("jax_kernels", appauthor=False) / "programs"
+    return folder_of("programs")
 
 
 @functools.cache

@@ -52,15 +52,21 @@ _IS_IGNORED: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_kernels_
 
 
 def folder() -> Path | None:
-    """The folder of the files: JAX_KERNELS_CACHE, else the user's cache folder; None without the package platformdirs.
+    """The folder of the files of winners, as by folder_of."""
+    return folder_of("tuning")
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder `name` of JAX_KERNELS_CACHE, else of the user's cache folder; None without the package platformdirs.
 
     The folder need not exist. Raises ValueError for a JAX_KERNELS_CACHE in the home of a user that does not exist.
     """
     given = os.environ.get("JAX_KERNELS_CACHE")
     if not given:
-        return _users_folder()
+        users = _users_folder()
+        return None if users is None else users / name
     try:
-        return Path(given).expanduser() / "tuning"
+        return Path(given).expanduser() / name
     except RuntimeError:
         raise ValueError(f"JAX_KERNELS_CACHE: got {given!r}, want a folder: there is no such home") from None
 
@@ -71,7 +77,7 @@ def _users_folder() -> Path | None:
         import platformdirs
     except ModuleNotFoundError:  # the cli extra, with which calls are tuned, is not installed
         return None
-    return platformdirs.user_cache_path("jax_kernels", appauthor=False) / "tuning"
+    return platformdirs.user_cache_path("jax_kernels", appauthor=False)
 
 
 def path_of(device: str) -> Path | None:

@@ -31,6 +31,7 @@ from jax_kernels.bridge.direct.chain import (
     TensorMaps,
 )
 from jax_kernels.bridge.interop import warn_once as warn_once_module
+from jax_kernels.tuned import cache
 from tests.tools import compile_case
 from tests.tools.compile_chains import target_of
 
@@ -216,10 +217,14 @@ def test_settings(folder, monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.delenv("JAX_KERNELS_CACHE", raising=False)
     monkeypatch.delenv("JAX_KERNELS_PROGRAM_CACHE", raising=False)
+    monkeypatch.setattr(cache, "_users_folder", cache._users_folder.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert program_cache.folder() == tmp_path / "home" / "jax_kernels" / "programs"
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     assert program_cache.folder() is None
+    monkeypatch.setenv("JAX_KERNELS_CACHE", "~a-user-without-a-home/cache")
+    with pytest.raises(ValueError, match="JAX_KERNELS_CACHE: got '~a-user-without-a-home/cache', want a folder"):
+        program_cache.folder()
 
 
 def test_a_folder_that_cannot_be_written_warns_once(tmp_path, monkeypatch, reports):
