@@ -3,6 +3,7 @@
 import torch
 
 from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.ops.cross_entropy import linear_cross_entropy as ops
@@ -85,7 +86,5 @@ def linear_cross_entropy(
 
 def _under_autocast(x: torch.Tensor) -> torch.Tensor:
     """Returns x in autocast's dtype if autocast is on and x has floats, else unchanged."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device) or not x.is_floating_point():
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None or not x.is_floating_point() else x.to(dtype)
