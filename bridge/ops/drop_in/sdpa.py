@@ -180,9 +180,10 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         return True
     casts = autocast_dtype(query.device) is not None and attn_mask.dtype in _DTYPES
     if attn_mask.dtype not in (query.dtype, torch.float32) and not casts:
+        or_float32 = "" if query.dtype == torch.float32 else " or torch.float32"
         raise TypeError(
-            f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend), or query's dtype {query.dtype} "
-            "or torch.float32 (added to the scores)"
+            f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend), or query's dtype {query.dtype}"
+            f"{or_float32} (added to the scores)"
         )
     return True
 
