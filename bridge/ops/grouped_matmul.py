@@ -52,7 +52,7 @@ def _quantized(*arrays: Any, transpose_w: bool = False, **given: Any) -> dict[st
     """
     x, *weights, group_sizes = arrays
     operands = {"x": x} | dict(zip(("w",) if len(weights) == 1 else ("w_gate", "w_up"), weights, strict=True))
-    found = {}
+    found: dict[str, Any] = {}
     for name, y in operands.items():
         scale, axis = given.pop(f"{name}_scale", None), -1 if transpose_w or name == "x" else -2
         if y.dtype not in _DTYPES:
