@@ -81,19 +81,22 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
 
 
-def check_dtype(name: str, dtype: torch.dtype) -> None:
+def check_dtype(name: str, dtype: torch.dtype, *, takes_64_bits: bool = False) -> None:
     """Raises TypeError, with the argument's `name`, if JAX lacks the dtype, or would narrow it to 32 bits.
 
-    JAX narrows 64-bit numbers and complex128 unless jax_enable_x64 is set.
+    JAX narrows 64-bit numbers and complex128 unless jax_enable_x64 is set. takes_64_bits: whether the function that
+    gets the argument may take them with this setting; this library's own functions have at most 32 bits.
     """
     short = str(dtype).removeprefix("torch.")
     if dtype not in _TO_JAX:
         raise TypeError(f"{name}: got dtype {dtype}, which JAX does not take; cast it first")
     if short in _WIDE and not jax.config.jax_enable_x64:
-        raise TypeError(
-            f"{name}: got dtype {dtype}, which JAX narrows to 32 bits; cast it first, with .to(torch.{_WIDE[short]}), "
-            "or set jax_enable_x64"
-        )
+        cast = f"cast it first, with .to(torch.{_WIDE[short]})"
+        if takes_64_bits:
+            cast = f"which JAX narrows to 32 bits; {cast}, or set jax_enable_x64"
+        else:
+            cast = f"want at most 32 bits; {cast}"
+        raise TypeError(f"{name}: got dtype {dtype}, {cast}")
 
 
 def jax_dtype(dtype: torch.dtype) -> jnp.dtype:

@@ -12,11 +12,21 @@ import torch
 from jax_kernels import plain_numbers
 from jax_kernels.masks.checks import FARTHEST
 
-__all__ = ["ATTENTION", "PLAIN", "in_float32", "is_constant", "plain_arguments", "plain_of", "plain_options"]
+__all__ = [
+    "ATTENTION",
+    "PLAIN",
+    "in_float32",
+    "in_int32",
+    "is_constant",
+    "plain_arguments",
+    "plain_of",
+    "plain_options",
+]
 
 PLAIN = plain_numbers.PLAIN
 ATTENTION = (*plain_numbers.ATTENTION, "q_offset")
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_INT32 = torch.iinfo(torch.int32)
 _INTEGERS = (torch.int8, torch.int16, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -79,6 +89,14 @@ def in_float32(x: Any) -> Any:
     if x.ndim or x.dtype == torch.bool or x.is_complex():
         return x
     return x.to(torch.float32)
+
+
+def in_int32(x: Any) -> Any:
+    """An int64 tensor as int32, for indices and counts; the host does not read it. Other values are returned unchanged.
+
+    Values beyond int32 become its limits: they are above all sizes, or negative, as before.
+    """
+    return x.clamp(_INT32.min, _INT32.max).int() if isinstance(x, torch.Tensor) and x.dtype == torch.int64 else x
 
 
 def is_constant(x: Any) -> bool:

@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, Program, ProgramKey, VmapLevel, display_name
+from jax_kernels.bridge.jax_functions.programs import (
+    FUNCTIONS,
+    Program,
+    ProgramKey,
+    VmapLevel,
+    display_name,
+    label_in_errors,
+)
 from jax_kernels.bridge.jax_functions.pytree import LEAF, MASK, Structure
 from jax_kernels.bridge.jax_functions.tracing import build_program, outputs_of
 from jax_kernels.bridge.operators import torch_operator
@@ -55,7 +62,7 @@ def _tangents(
     outputs, _ = outputs_of(ProgramKey(function, structure, (), None, False, maps))
     places = [at for at, is_moving in enumerate(moving) if is_moving]
     count = len(moving)
-    label = f"from_jax of {display_name(function)}"
+    label = label_in_errors(function)
 
     def tangents(*given):
         leaves, given = list(given[:count]), given[count:]

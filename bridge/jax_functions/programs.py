@@ -29,6 +29,8 @@ __all__ = [
     "display_name",
     "find_function",
     "find_program",
+    "is_of_library",
+    "label_in_errors",
     "pin_if_traced",
 ]
 
@@ -95,8 +97,8 @@ class DynamicCall:
 
     @property
     def label(self) -> str:
-        """The text 'from_jax of FUNCTION', by which error messages name the call."""
-        return f"from_jax of {display_name(self.function)}"
+        """The text by which error messages name the call."""
+        return label_in_errors(self.function)
 
 
 class ResultSpec(NamedTuple):
@@ -158,8 +160,8 @@ class Program:
 
     @property
     def label(self) -> str:
-        """The text 'from_jax of FUNCTION', by which error messages name the program."""
-        return f"from_jax of {display_name(self.request.function)}"
+        """The text by which error messages name the program."""
+        return label_in_errors(self.request.function)
 
 
 FUNCTIONS: Store[Callable[..., Any]] = Store()
@@ -177,6 +179,21 @@ def find_function(name: str) -> Callable[..., Any]:
 def display_name(name: str) -> str:
     """The __name__ of the function that has this name in FUNCTIONS, for texts: "relu_3_5f..." becomes "relu"."""
     return name.rsplit("_", 2)[0]
+
+
+def is_of_library(function: Callable[..., Any] | None) -> bool:
+    """Whether this library defines a function of jax.Arrays, such as the op of a function of bridge."""
+    home = getattr(getattr(function, "func", function), "__module__", None) or ""  # func: of a functools.partial
+    return f"{home}.".startswith("jax_kernels.")
+
+
+def label_in_errors(name: str) -> str:
+    """The text by which error messages name the function that has this name in FUNCTIONS.
+
+    It is the name of a function of this library, which bridge has too, and "from_jax of NAME" for a user's function.
+    """
+    own = display_name(name)
+    return own.lstrip("_") if is_of_library(FUNCTIONS.find(name)) else f"from_jax of {own}"
 
 
 def pin_if_traced(*names: str) -> None:

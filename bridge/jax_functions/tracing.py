@@ -22,6 +22,7 @@ from jax_kernels.bridge.jax_functions.programs import (
     ResultSpec,
     display_name,
     find_function,
+    is_of_library,
     pin_if_traced,
 )
 from jax_kernels.bridge.jax_functions.pytree import Leaf, Structure, flatten, unflatten
@@ -155,7 +156,7 @@ def _check(request: ProgramKey, function: Callable[..., Any]) -> torch.device:
     first, *_ = request.signatures
     names = leaf_names(function, request.structure)
     for name, x in zip(names, request.signatures, strict=True):
-        dlpack.check_dtype(name, x.dtype)
+        dlpack.check_dtype(name, x.dtype, takes_64_bits=not is_of_library(function))
         if x.layout != torch.strided:
             raise ValueError(f"{name}: got layout {x.layout}, want a dense tensor; convert it with .to_dense()")
         if x.device != first.device:

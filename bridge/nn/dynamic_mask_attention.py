@@ -152,7 +152,7 @@ class DynamicMaskAttention(torch.nn.Module):
         query, key, value, _, deterministic = as_torch_is_set(query, key, value)
         out = empty_attention(query, key, value, bias)
         if out is None:
-            out = _attend(
+            out = _dynamic_mask_attention(
                 query,
                 key,
                 value,
@@ -193,7 +193,7 @@ class DynamicMaskAttention(torch.nn.Module):
 
 
 @from_jax
-def _attend(
+def _dynamic_mask_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,

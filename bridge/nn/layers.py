@@ -4,6 +4,7 @@ They use PyTorch's own operators: a call through the bridge takes more host time
 """
 
 import numbers
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ __all__ = [
     "PlainRMSNorm",
     "check_flags",
     "empty_attention",
+    "keeping_dtype",
     "positive",
     "rotary_embedding",
 ]
@@ -34,6 +36,28 @@ def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, want a bool")
+
+
+def keeping_dtype(
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    tensors: Iterable[torch.Tensor | None],
+    dtype: torch.dtype | None = None,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns fn, the argument of torch.nn.Module._apply, without its casts of some tensors; it still moves them.
+
+    tensors: a module's parameters, their gradients, or buffers. dtype: the dtype that they get; None keeps their own.
+    """
+    kept = [x for x in tensors if x is not None]
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        moved, want = fn(x), dtype or x.dtype
+        if moved.dtype == want or not any(x is y for y in kept):
+            return moved
+        if x.is_meta or moved.is_meta:
+            return torch.empty_like(x, dtype=want, device=moved.device)
+        return x.to(moved.device, want)
+
+    return apply
 
 
 class PlainLinear(torch.nn.Linear):

@@ -1,13 +1,15 @@
 """MixtureOfExperts: a PyTorch module with this library's grouped_matmul."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 
+from jax_kernels.bridge.interop.autocast import without_autocast
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation
-from jax_kernels.bridge.nn.layers import check_flags, positive
+from jax_kernels.bridge.nn.layers import check_flags, keeping_dtype, positive
 from jax_kernels.bridge.nn.linear import GatedMLP
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.expert_rows import PermutedRows, TokenRows
@@ -37,7 +39,8 @@ class MixtureOfExperts(torch.nn.Module):
 
     Parameters, as in Flax: router [model_dim, num_experts] in float32; gate_proj and up_proj [num_experts, model_dim,
     mlp_dim]; down_proj [num_experts, mlp_dim, model_dim]; with shared experts also the GatedMLP `shared`. With
-    balance_bias also the buffer expert_bias [num_experts], float32. bridge.weights converts all of them.
+    balance_bias also the buffer expert_bias [num_experts], float32. bridge.weights converts all of them. A cast of the
+    module, such as module.bfloat16(), casts all but the router and expert_bias.
 
     Args:
       model_dim, mlp_dim: the width of x, and of an expert's hidden values.
@@ -165,6 +168,11 @@ class MixtureOfExperts(torch.nn.Module):
             out = out + self.shared(x).float()
         return out.to(x.dtype), routing
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Moves or casts the module as torch.nn.Module._apply does; the router and expert_bias stay in float32."""
+        kept = (self.router, self.router.grad, self.expert_bias)
+        return super()._apply(keeping_dtype(fn, kept, torch.float32), recurse)
+
     @torch.no_grad()
     def update_bias(self, load: torch.Tensor, rate: float = 1e-3) -> None:
         """Adds rate * sign(mean load - load) to expert_bias; see jax_kernels.models.MixtureOfExperts.update_bias.
@@ -179,8 +187,8 @@ class MixtureOfExperts(torch.nn.Module):
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Routing]:
         """Returns (weights [N, experts_per_token], experts, the Routing), of tokens x [N, model_dim], in float32."""
-        with torch.autocast(x.device.type, enabled=False):
-            logits = x.float() @ self.router
+        with without_autocast(x.device):
+            logits = x.float() @ self.router.float()  # FSDP may give the router another dtype
         scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
         preferred = scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias
         experts = preferred.sort(dim=-1, descending=True, stable=True).indices[:, : self.experts_per_token]

@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional
 
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import advice
@@ -302,7 +303,7 @@ def _check(name: str, mask: torch.Tensor, shapes: tuple[tuple[int, ...], ...], q
     check_dense(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool (True = masked out) or floats (added)")
-    casts = mask.dtype in _NARROW and torch.is_autocast_enabled(query.device.type)
+    casts = mask.dtype in _NARROW and autocast_dtype(query.device) is not None
     if mask.dtype not in (torch.bool, torch.float32, query.dtype) and not casts:
         or_float32 = "" if query.dtype == torch.float32 else " or torch.float32"
         raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool, or query's dtype {query.dtype}{or_float32}")

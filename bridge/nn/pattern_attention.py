@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
@@ -174,9 +175,7 @@ def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
         check_dense(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 4 axes [batch, length, heads, head_dim]")
-    kind = query.device.type
-    is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_cast else query.dtype
+    dtype = autocast_dtype(query.device) or query.dtype
     return (*map(operator.index, query.shape), operator.index(key.shape[1]), operator.index(key.shape[2]), dtype)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation, check_precision
+from jax_kernels.bridge.nn.layers import keeping_dtype
 from jax_kernels.bridge.nn.linear import Linear
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.matmul import linear
@@ -174,15 +175,7 @@ class QuantizedLinear(torch.nn.Module):
 
         The buffers are the low-bit values, the scales and the shape.
         """
-        buffers = list(self._buffers.values())
-
-        def apply(x: torch.Tensor) -> torch.Tensor:
-            moved = fn(x)
-            if moved.dtype == x.dtype or not any(x is y for y in buffers):
-                return moved
-            return torch.empty_like(x, device=moved.device) if x.is_meta or moved.is_meta else x.to(moved.device)
-
-        return super()._apply(apply, recurse)
+        return super()._apply(keeping_dtype(fn, self._buffers.values()), recurse)
 
     def _load_from_state_dict(
         self,

@@ -179,7 +179,10 @@ class Block(torch.nn.Module):
             return symbolic_trace.leaf(self, x)
         check_dense("x", x)
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        hidden = self.mlp_norm(x)
+        if isinstance(self.mlp, MixtureOfExperts):  # its weights stay as they are: they are many
+            return x + self.mlp(hidden.to(self.mlp.up_proj.dtype)).to(x.dtype)
+        return x + self.mlp(hidden)
 
 
 class Transformer(torch.nn.Module):

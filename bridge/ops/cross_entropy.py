@@ -3,6 +3,8 @@
 import torch
 
 from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop.autocast import autocast_dtype
+from jax_kernels.bridge.interop.plain_numbers import in_int32
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.ops.cross_entropy import linear_cross_entropy as ops
@@ -11,7 +13,6 @@ from jax_kernels.spelling import with_name_hints
 __all__ = ["linear_cross_entropy"]
 
 _linear_cross_entropy = JaxOp(ops.linear_cross_entropy, is_opaque=True)
-_INT32 = torch.iinfo(torch.int32)
 
 
 @with_name_hints
@@ -55,8 +56,7 @@ def linear_cross_entropy(
 
     It raises the errors of jax_kernels.linear_cross_entropy, or of bridge.from_jax if they differ.
     """
-    if isinstance(targets, torch.Tensor) and targets.dtype == torch.int64:
-        targets = targets.clamp(_INT32.min, _INT32.max).to(torch.int32)
+    targets = in_int32(targets)
     call = _linear_cross_entropy.lookup(
         (x, w, targets, weights),
         (reduction, transpose_w, softcap, label_smoothing, z_loss, ignore_index, implementation),
@@ -85,7 +85,5 @@ def linear_cross_entropy(
 
 def _under_autocast(x: torch.Tensor) -> torch.Tensor:
     """Returns x in autocast's dtype if autocast is on and x has floats, else unchanged."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device) or not x.is_floating_point():
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None or not x.is_floating_point() else x.to(dtype)

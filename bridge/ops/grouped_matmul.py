@@ -4,9 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop.plain_numbers import in_int32
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.ops.matmul import (
@@ -24,13 +26,15 @@ from jax_kernels.spelling import with_name_hints
 
 __all__ = ["grouped_gated_matmul", "grouped_matmul"]
 
+_DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")))
+
 
 def _on_scales[Result](op: Callable[..., Result]) -> Callable[..., Result]:
     """Returns an op of JAX arrays that takes the scales of 8-bit arrays as arguments: x_scale, and w_scale, or of a
     gated unit w_gate_scale and w_up_scale.
 
     op: takes QuantizedArrays. The result has op's method `plan`, wrapped in the same way. It raises ValueError for
-    8-bit arrays without scales, and for scales of other arrays.
+    8-bit arrays without scales, and for scales of other arrays, and TypeError for dtypes that the op does not take.
     """
 
     @functools.wraps(op)
@@ -48,15 +52,20 @@ def _quantized(*arrays: Any, transpose_w: bool = False, **given: Any) -> dict[st
     """
     x, *weights, group_sizes = arrays
     operands = {"x": x} | dict(zip(("w",) if len(weights) == 1 else ("w_gate", "w_up"), weights, strict=True))
-    found = {}
+    found: dict[str, Any] = {}
     for name, y in operands.items():
         scale, axis = given.pop(f"{name}_scale", None), -1 if transpose_w or name == "x" else -2
+        if y.dtype not in _DTYPES:
+            want = f"bfloat16, float16, float32, or float8_e4m3fn or float8_e5m2 with {name}_scale"
+            raise TypeError(f"{name}: got dtype {y.dtype}, want {want}")
         if (scale is not None) != (y.dtype.itemsize == 1):
             axes = "[M]" if name == "x" else "[G, N]"
             got, want = ("None", f"float32 {axes}") if scale is None else ("a scale", "None")
             raise ValueError(f"{name}_scale: got {got} with {name} of dtype {y.dtype}, want {want}")
         if scale is not None and y.ndim >= -axis:
             scale = checked_scale(f"{name}_scale", scale, scale_shape(y.shape, "row", axis))
+        if scale is None and isinstance(found.get("x"), QuantizedArray):
+            raise TypeError(f"{name}: got dtype {y.dtype} with x of 8 bits, want 8 bits with {name}_scale")
         found[name] = y if scale is None else QuantizedArray(values=y, scale=scale, scaling="row", axis=axis)
     return found | given | {"group_sizes": group_sizes, "transpose_w": transpose_w}
 
@@ -95,20 +104,21 @@ def grouped_matmul(
       w: [G, K, N], or [G, N, K] with transpose_w, in x's dtype and on its device; or values of 8 bits with w_scale, as
         bridge.quantize(w, scaling="row", axis=-2) returns them, with transpose_w axis=-1. Then precision is "fp8". The
         gradients are of x and bias.
-      group_sizes: int32 [G], the number of rows of each group. The host does not read them: the call needs no
-        synchronisation, and CUDA graphs can capture it. For the offsets that torch._grouped_mm takes, they are
+      group_sizes: int32 or int64 [G], the number of rows of each group. The host does not read them: the call needs
+        no synchronisation, and CUDA graphs can capture it. For the offsets that torch._grouped_mm takes, they are
         offs.diff(prepend=offs.new_zeros(1)).
       bias: [G, N], in x's dtype or float32.
       x_scale, w_scale: float32 [M] and [G, N], the factors of x's rows and of w's columns if they have 8 bits;
         otherwise None. They get no gradients.
-      gather_indices: int32 [M], with x [T, K]: row i of the call is x[gather_indices[i]], and 0 for an index outside of
-        x.
+      gather_indices: int32 or int64 [M], with x [T, K]: row i of the call is x[gather_indices[i]], and 0 for an index
+        outside of x.
       activation, out_dtype, implementation: as in bridge.matmul.
       precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
         "bf16" or "fp16": x and w are rounded to this dtype first; "fp8": to 8 bits, as in jax_kernels.grouped_matmul.
 
     It raises the errors of jax_kernels.grouped_matmul, or of bridge.from_jax if they differ.
     """
+    group_sizes, gather_indices = in_int32(group_sizes), in_int32(gather_indices)
     call = _grouped_matmul.lookup(
         (x, w, group_sizes, bias, x_scale, w_scale, gather_indices),
         (activation, transpose_w, out_dtype, precision, implementation),
@@ -180,6 +190,7 @@ def grouped_gated_matmul(
     raise the same errors. w_gate, w_up: [G, K, N], or [G, N, K] with transpose_w; both in x's dtype, or both of 8 bits
     with w_gate_scale and w_up_scale, as w_scale.
     """
+    group_sizes, gather_indices = in_int32(group_sizes), in_int32(gather_indices)
     call = _grouped_gated_matmul.lookup(
         (x, w_gate, w_up, group_sizes, x_scale, w_gate_scale, w_up_scale, gather_indices),
         (activation, transpose_w, out_dtype, precision, implementation),

@@ -6,6 +6,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from jax_kernels.bridge.interop import dtensors, torch_internals
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.interop.plain_numbers import in_float32
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import (
@@ -375,10 +376,9 @@ def under_autocast(*tensors: Any) -> list[Any]:
 
     None, QuantizedTensors, integers and 8-bit tensors stay unchanged.
     """
-    device = next(x for x in tensors if x is not None).device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(next(x for x in tensors if x is not None).device)
+    if dtype is None:
         return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
     stays = lambda x: x is None or isinstance(x, QuantizedTensor) or not x.is_floating_point() or x.dtype in EIGHT_BITS
     return [x if stays(x) else x.to(dtype) for x in tensors]
 
@@ -406,7 +406,7 @@ def _with_wide_residual(
     x: the matmul's input after autocast's cast.
     """
     is_open = isinstance(residual, torch.Tensor) and out_dtype is None
-    if not is_open or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+    if not is_open or autocast_dtype(x.device) is None:
         return residual, out_dtype
     wide = torch.promote_types(torch.bfloat16 if x.dtype in EIGHT_BITS else x.dtype, residual.dtype)
     return (residual.to(wide), wide) if residual.is_floating_point() and wide in _NAMES else (residual, out_dtype)

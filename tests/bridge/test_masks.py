@@ -149,7 +149,7 @@ def test_checkpoint_and_second_derivative(use_reentrant, make_qkv):
     want = torch.autograd.grad(attend(*inputs).square().sum(), inputs, create_graph=True)
     checkpoint(attend, *inputs, use_reentrant=use_reentrant).square().sum().backward()
     torch.testing.assert_close([x.grad for x in inputs], [x.detach() for x in want], atol=0, rtol=0)
-    with pytest.raises(RuntimeError, match="from_jax of flash_attention: double backward is not supported"):
+    with pytest.raises(RuntimeError, match=r"^flash_attention: double backward is not supported"):
         want[0].sum().backward()
 
 
@@ -204,7 +204,7 @@ def test_errors(make_qkv):
     attend = lambda leaf: bridge.flash_attention(*inputs, mask=jax.tree.unflatten(structure, [leaf] * len(leaves)))
     with pytest.raises(TypeError, match=r"^mask: got float, want arrays"):
         attend(1.0)
-    with pytest.raises(TypeError, match=r"^mask: got dtype torch\.int64, which JAX narrows"):
+    with pytest.raises(TypeError, match=r"^mask: got dtype torch\.int64, want at most 32 bits"):
         attend(torch.zeros(1, LENGTH, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"^mask: got a Mask whose arrays JAX traces"):
         jax.jit(attend)(leaves[0])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.ops.attention.attention_types import SegmentIds
@@ -165,8 +166,8 @@ def as_torch_is_set(
     """
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = autocast_dtype(query.device)
+    if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if bias is not None and bias.dtype != torch.float32:
             bias = bias.to(dtype)

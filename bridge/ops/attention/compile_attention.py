@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.interop import dlpack, torch_internals
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.mask_operands import on_device
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
@@ -87,8 +88,7 @@ class CompiledAttention:
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, {sizes}]")
             if x.device != self.device:
                 raise ValueError(f"{name}: got a tensor on {x.device}, want one on {self.device}")
-            kind = x.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+            dtype = autocast_dtype(x.device) or x.dtype
             if dtype != self.dtype:
                 raise TypeError(f"{name}: got dtype {dtype}, want {self.dtype}")
 

@@ -8,6 +8,7 @@ import jax
 import torch
 
 from jax_kernels.bridge.interop import dlpack, planning_device
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_of, plain_options
 from jax_kernels.bridge.jax_functions.mask_operands import on_device
 from jax_kernels.bridge.ops.attention.attention_types import PrepareOptions
@@ -73,10 +74,9 @@ def _spec(name: str, x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
     Raises TypeError, naming the argument, if JAX lacks the dtype.
     """
-    dtype, kind = x.dtype, x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and name != "sinks":
-        is_kept = name == "bias" and dtype == torch.float32
-        dtype = dtype if is_kept else torch.get_autocast_dtype(kind)
+    dtype, cast = x.dtype, autocast_dtype(x.device)
+    if cast is not None and name != "sinks" and (name != "bias" or dtype != torch.float32):
+        dtype = cast
     dlpack.check_dtype(name, dtype)
     return jax.ShapeDtypeStruct(tuple(x.shape), dlpack.jax_dtype(dtype))
 

@@ -4,11 +4,10 @@ These are scaled_dot_product_attention, nn.MultiheadAttention and the attention 
 for each reason. Functions with this library's own names raise.
 """
 
-import contextlib
-
 import torch
 from torch.nn import functional
 
+from jax_kernels.bridge.interop.autocast import without_autocast
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set
 
@@ -67,11 +66,9 @@ def attention_with_weights(
       dropout_p: the probability of dropping a weight. The returned weights are the weights after dropout.
       head_mask: multiplies the weights, last; broadcastable to [B, H, T, S], or [H].
     """
-    device = query.device.type
-    is_cast = device != "meta" and torch.is_autocast_enabled(device)
     query, key, value, bias, _ = as_torch_is_set(query, key, value, bias=bias)
     # Without autocast, matmuls of float32 stay float32.
-    with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
+    with without_autocast(query.device):
         group = query.shape[1] // key.shape[1] if key.shape[1] else 1
         if group > 1:
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

@@ -282,12 +282,12 @@ def attend_with_slopes(
     q, k, v, _, options["deterministic"] = as_torch_is_set(q, k, v, deterministic=options["deterministic"])
     options["segment_ids"] = None if ids[0] is None else ids
     offsets = offset.expand(batch) if isinstance(offset, torch.Tensor) else slopes.new_full((batch,), offset).int()
-    return _with_alibi(q, k, v, slopes.detach().expand(batch, heads), offsets, **options)
+    return _flash_attn(q, k, v, slopes.detach().expand(batch, heads), offsets, **options)
 
 
 @from_jax
 @with_plain_numbers(*ATTENTION)
-def _with_alibi(
+def _flash_attn(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.learned_scale import in_query
 from jax_kernels.bridge.interop.warn_once import warn_once
@@ -239,7 +240,7 @@ def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: "torchs.Au
     The reasons: a device other than CPU and CUDA, float64, a head_dim above 256, or a request for max_scores.
     """
     kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else query.dtype
+    dtype = autocast_dtype(query.device) or query.dtype
     if kind not in ("cpu", "cuda", "meta"):
         return f"query is on {query.device}, and flash_attention runs on CPUs and CUDA devices"
     if dtype not in _DTYPES:

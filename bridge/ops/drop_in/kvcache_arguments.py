@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.interop.plain_numbers import plain_of
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
 from jax_kernels.ops.attention.decode_attention import SMALLEST_PAGE
@@ -180,7 +181,7 @@ def checked_cache(
         check_tensor(name, x, q)
         if x.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 4 axes {axes}")
-        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if x.dtype != q.dtype and autocast_dtype(q.device) is None:
             raise TypeError(f"{name}: got dtype {x.dtype}, want q's dtype {q.dtype}")
     if k_cache.shape[3] != q.shape[3] or not k_cache.shape[2] or q.shape[2] % k_cache.shape[2]:
         want = f"a divisor of q's {q.shape[2]} heads, and its head_dim {q.shape[3]}"
@@ -256,7 +257,7 @@ def checked_new(
         want = (cache.batch, k.shape[1] if k.ndim > 1 else None, *of.shape[2:])
         if tuple(x.shape) != want:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want {want}, [batch, length, heads, head_dim]")
-        if x.dtype != of.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != of.dtype and autocast_dtype(x.device) is None:
             raise TypeError(f"{name}: got dtype {x.dtype}, want {name}_cache's {of.dtype}")
         found.append(x.to(of.dtype))
     _check_pages(cache, lengths, k.shape[1])

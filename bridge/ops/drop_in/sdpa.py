@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from jax_kernels.bridge.interop.autocast import autocast_dtype
 from jax_kernels.bridge.interop.import_hooks import when_imported
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.ops import symbolic_trace
@@ -173,15 +174,16 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         if x.ndim < 2:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 2 axes or more")
     for name, x in (("key", key), ("value", value)):
-        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+        if x.dtype != query.dtype and autocast_dtype(query.device) is None:
             raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {query.dtype}")
     if attn_mask is None or attn_mask.dtype == torch.bool or isinstance(attn_mask, _CAUSAL_BIAS):
         return True
-    casts = torch.is_autocast_enabled(query.device.type) and attn_mask.dtype in _DTYPES
+    casts = autocast_dtype(query.device) is not None and attn_mask.dtype in _DTYPES
     if attn_mask.dtype not in (query.dtype, torch.float32) and not casts:
+        or_float32 = "" if query.dtype == torch.float32 else " or torch.float32"
         raise TypeError(
-            f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend), or query's dtype {query.dtype} "
-            "or torch.float32 (added to the scores)"
+            f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend), or query's dtype {query.dtype}"
+            f"{or_float32} (added to the scores)"
         )
     return True
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import jax_kernels
 from jax_kernels import bridge
 from jax_kernels.bridge.interop import cuda_driver, dlpack
 from jax_kernels.bridge.interop import keep_alive as held_memory
@@ -63,8 +64,37 @@ def test_dtypes_cross_without_a_copy(dtype, route):
     [("float64", "float32"), ("int64", "int32"), ("uint64", "uint32"), ("complex128", "complex64")],
 )
 def test_64_bit_dtypes_are_refused(dtype, narrow):
-    with pytest.raises(TypeError, match=rf"^x: got dtype torch\.{dtype}, which JAX narrows .* \.to\(torch\.{narrow}\)"):
+    cast = rf"cast it first, with \.to\(torch\.{narrow}\)"
+    with pytest.raises(TypeError, match=rf"^x: got dtype torch\.{dtype}, want at most 32 bits; {cast}$"):
         dlpack.check_dtype("x", getattr(torch, dtype))
+    text = rf"^x: got dtype torch\.{dtype}, which JAX narrows to 32 bits; {cast}, or set jax_enable_x64$"
+    with pytest.raises(TypeError, match=text):
+        dlpack.check_dtype("x", getattr(torch, dtype), takes_64_bits=True)
+    with pytest.raises(TypeError, match=text):
+        bridge.from_jax(lambda x: x * 2)(torch.ones(4, dtype=getattr(torch, dtype)))
+
+
+WIDE, W = torch.ones(4, 8, dtype=torch.float64), torch.ones(8, 8, dtype=torch.float64)
+SIZES = torch.tensor([4], dtype=torch.int32)
+OPS = {
+    "matmul": lambda: bridge.matmul(WIDE, W),
+    "mlp": lambda: bridge.mlp(WIDE, W, W),
+    "linear": lambda: bridge.nn.Linear(8, 8)(WIDE),
+    "grouped_matmul": lambda: bridge.grouped_matmul(WIDE, W[None], SIZES),
+    "layer_norm": lambda: bridge.layer_norm(WIDE, W[0]),
+    "cross_entropy": lambda: bridge.linear_cross_entropy(WIDE, W, torch.zeros(4, dtype=torch.int64)),
+    "an op by from_jax": lambda: bridge.from_jax(jax_kernels.matmul)(WIDE, W),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_do_not_advise_x64(name):
+    """The library's own functions have no float64 with jax_enable_x64 either."""
+    call = OPS[name]
+    with pytest.raises(TypeError, match=r"^x: got dtype torch\.float64, want at most 32 bits; cast it first, with"):
+        call()
+    with jax.enable_x64(True), pytest.raises(TypeError, match=r"^x: got dtype float64|, want x's dtype float64$"):
+        call()
 
 
 def test_64_bit_dtypes_under_x64():

@@ -1,4 +1,4 @@
-"""Modules of bridge.nn under DistributedDataParallel and fully_shard, in two processes of CPUs."""
+"""Modules of bridge.nn in data-parallel runs of two processes of CPUs, and experts in bfloat16."""
 
 import pytest
 
@@ -10,7 +10,7 @@ PROGRAM = """
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from jax_kernels import bridge
 
@@ -60,6 +60,19 @@ for _ in range(2):
     for name, x in want.items():
         torch.testing.assert_close(got[name].full_tensor(), x, atol=1e-5, rtol=1e-4)
 print("FSDP")
+
+config = {"vocab_size": 31, "model_dim": 16, "num_layers": 1, "num_heads": 2, "experts": {"num_experts": 4}}
+tokens = torch.arange(9)[None]
+torch.manual_seed(0)
+experts = bridge.nn.Transformer(config)
+want = experts(tokens).detach()
+for part in (experts.layers[0], experts):
+    fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+got = experts(tokens)
+torch.testing.assert_close(got.detach().float(), want, atol=0.1, rtol=0)
+got.float().sum().backward()
+assert experts.layers[0].mlp.router.grad.dtype == torch.float32
+print("EXPERTS")
 dist.destroy_process_group()
 """
 
@@ -69,3 +82,4 @@ def test_gradients_match_one_process():
     for printed in printed_by_ranks(PROGRAM):
         assert "DDP" in printed
         assert "FSDP" in printed
+        assert "EXPERTS" in printed

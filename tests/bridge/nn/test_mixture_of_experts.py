@@ -89,6 +89,83 @@ def test_autocast_and_bfloat16():
     assert half(torch.from_numpy(X).bfloat16()).dtype == torch.bfloat16
 
 
+CASTS = {"bfloat16": torch.bfloat16, "half": torch.float16}
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_keep_the_router_in_float32(name, swaps):
+    """As dtype= does; with gradients, in copies, through a state dict, and back to float32."""
+    module, _ = made("sigmoid")
+    x, dtype = torch.from_numpy(X), CASTS[name]
+    module(x).sum().backward()
+    given = module.router.detach().clone(), module.expert_bias.clone()
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        for cast in (getattr(module, name)(), copy.deepcopy(module).float().to(dtype), copy.deepcopy(module).cpu()):
+            assert {key for key, y in cast.state_dict().items() if y.dtype != dtype} == {"router", "expert_bias"}
+            assert torch.equal(cast.router, given[0])
+            assert torch.equal(cast.expert_bias, given[1])
+            assert cast.router.grad is None or cast.router.grad.dtype == torch.float32
+            assert cast(x.to(dtype)).dtype == dtype
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    fresh = bridge.nn.MixtureOfExperts(DIM, WIDTH, EXPERTS, 2, **CASES["sigmoid"], dtype=dtype)
+    fresh.load_state_dict(module.state_dict())
+    out = fresh(x.to(dtype))
+    torch.testing.assert_close(out, module(x.to(dtype)), rtol=0, atol=0)
+    module.zero_grad()
+    module(x.to(dtype)).float().sum().backward()
+    assert module.router.grad.dtype == torch.float32
+    module.update_bias(torch.arange(EXPERTS, dtype=torch.int32), 1e-4)
+    assert not torch.equal(module.expert_bias, given[1])
+
+
+def test_a_router_of_another_dtype():
+    """FSDP may cast the parameters of a call, and load_state_dict(assign=True) takes the state's dtypes."""
+    module, _ = made("sigmoid")
+    x = torch.from_numpy(X).bfloat16()
+    state = {name: y.bfloat16() for name, y in module.state_dict().items()}
+    assert torch.func.functional_call(module, state, x).dtype == torch.bfloat16
+    module.load_state_dict(state, assign=True)
+    assert module(x).dtype == torch.bfloat16
+    module.update_bias(torch.arange(EXPERTS))
+    assert module.to("cpu").router.dtype == torch.float32
+    with pytest.raises(TypeError, match=r"x: got dtype torch\.float64"):
+        module.double()(x.double())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meta_device(name):
+    x = torch.from_numpy(X)
+    module = made(name)[0].to("meta")
+    out, routing = module.with_routing(x.to("meta"))
+    assert (out.shape, out.device.type) == (x.shape, "meta")
+    assert routing.load.shape == (EXPERTS,)
+    cast = module.bfloat16().to_empty(device="cpu")
+    assert (cast.router.dtype, cast.up_proj.dtype) == (torch.float32, torch.bfloat16)
+    assert module.to("meta", torch.float16).router.is_meta
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_transformer_with_experts_after_a_cast(name):
+    """The experts compute in their own dtype, the other layers in the config's."""
+    config = {"vocab_size": 31, "model_dim": 16, "num_layers": 2, "num_heads": 2}
+    config["experts"] = {"num_experts": 4, "layers": (1,), "shared_experts": 1, "bias_rate": 1e-3}
+    torch.manual_seed(0)
+    module = bridge.nn.Transformer(config)
+    tokens = torch.arange(9)[None]
+    want = module(tokens).detach()
+    got = getattr(module, name)()(tokens)
+    assert got.dtype == torch.float32
+    assert rms_error(got.detach().numpy(), want.numpy()) < 0.05
+    got.sum().backward()
+    assert module.layers[1].mlp.up_proj.grad.dtype == CASTS[name]
+    assert module.layers[1].mlp.router.dtype == torch.float32
+    assert module.to("meta")(tokens.to("meta")).shape == want.shape
+
+
 ERRORS = {
     "dim": ({"model_dim": 0}, ValueError, "model_dim: got 0, want a positive one"),
     "each": ({"experts_per_token": 6}, ValueError, "experts_per_token: got 6, want at most num_experts=5"),

@@ -92,11 +92,57 @@ def test_vmap():
 
 
 X, W = (y.detach() for y in tensors((13, 8), (3, 8, 6)))
+BOTH = {
+    "matmul": lambda x, **given: bridge.grouped_matmul(x, W, **given),
+    "gated": lambda x, **given: bridge.grouped_gated_matmul(x, W, W, **given),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_int64_sizes_and_indices(name):
+    """As torch.bincount and torch.argsort return them; values beyond int32 count as in int64."""
+    groups = torch.tensor([2, 0, 2, 0, 2, 0, 0])
+    sizes, order = torch.bincount(groups, minlength=3), torch.argsort(groups, stable=True)
+    assert (sizes.dtype, order.dtype) == (torch.int64, torch.int64)
+    want = BOTH[name](X, group_sizes=sizes.int(), gather_indices=order.int())
+    given = {"group_sizes": sizes, "gather_indices": order}
+    call = lambda x, sizes, order: BOTH[name](x, group_sizes=sizes, gather_indices=order)
+    for _ in range(2):
+        torch.testing.assert_close(BOTH[name](X, **given), want, rtol=0, atol=0)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X, *given.values()), want, rtol=0, atol=0)
+    mapped = torch.vmap(call)(X[None], sizes[None], order[None])
+    torch.testing.assert_close(mapped[0], want, rtol=0, atol=0)
+    far = {"group_sizes": torch.tensor([4, -(2**40), 2**40]), "gather_indices": order + 2**32}
+    assert not BOTH[name](X, **far).any()
+    rows = BOTH[name](X, group_sizes=torch.tensor([4, -(2**40), 2**40]))
+    torch.testing.assert_close(rows, BOTH[name](X, group_sizes=torch.tensor([4, 0, 9], dtype=torch.int32)))
+
+
 WRONG = {
     "numpy": ({"x": X.numpy()}, TypeError, "x: got numpy.ndarray, want a torch.Tensor"),
     "sizes_list": ({"group_sizes": [4, 0, 7]}, TypeError, "group_sizes: got builtins.list, want a torch.Tensor"),
     "sizes_array": ({"group_sizes": jnp.ones(3, int)}, TypeError, "group_sizes: got jaxlib"),
-    "sizes_wide": ({"group_sizes": SIZES.long()}, TypeError, "cast it first, with .to(torch.int32)"),
+    "sizes_wide": (
+        {"group_sizes": SIZES.to(torch.uint64)},
+        TypeError,
+        "group_sizes: got dtype torch.uint64, want at most 32 bits; cast it first, with .to(torch.uint32)",
+    ),
+    "x_wide": (
+        {"x": X.double()},
+        TypeError,
+        "x: got dtype torch.float64, want at most 32 bits; cast it first, with .to(torch.float32)",
+    ),
+    "x_int": (
+        {"x": X.int()},
+        TypeError,
+        "x: got dtype int32, want bfloat16, float16, float32, or float8_e4m3fn or float8_e5m2 with x_scale",
+    ),
+    "w_bool": (
+        {"w": W.bool()},
+        TypeError,
+        "w: got dtype bool, want bfloat16, float16, float32, or float8_e4m3fn or float8_e5m2 with w_scale",
+    ),
     "sizes_float": ({"group_sizes": SIZES.float()}, TypeError, "group_sizes: got dtype float32, want int32"),
     "sizes_shape": ({"group_sizes": SIZES[:2]}, ValueError, "group_sizes: got shape (2,), want [G] = (3,)"),
     "w": ({"w": W[0]}, ValueError, "w: got shape (8, 6), want [G, K, N]"),
@@ -219,6 +265,16 @@ WRONG_8_BITS = {
         {"x": VALUES[0], "w": VALUES, "w_scale": SCALE},
         ValueError,
         "x_scale: got None with x of dtype float8_e4m3fn",
+    ),
+    "ints": (
+        {"w": VALUES.view(torch.int8), "w_scale": SCALE},
+        TypeError,
+        "w: got dtype int8, want bfloat16, float16, float32, or float8_e4m3fn or float8_e5m2 with w_scale",
+    ),
+    "x_alone": (
+        {"x": X.to(torch.float8_e4m3fn), "x_scale": torch.ones(13)},
+        TypeError,
+        "w: got dtype float32 with x of 8 bits, want 8 bits with w_scale",
     ),
     "number": ({"w": VALUES, "w_scale": 1.0}, TypeError, "w_scale: got builtins.float, want a torch.Tensor"),
     "shape": ({"w": VALUES, "w_scale": SCALE[:2]}, ValueError, "w_scale: got shape (2, 6), want (3, 6)"),

@@ -331,7 +331,11 @@ def test_vmap_and_autocast():
 ONE = torch.zeros(1, 4, 8, 16)
 ERRORS = [
     ({"attn_mask": torch.zeros(8, 8).half()}, TypeError, r"^attn_mask: got dtype torch\.float16, want torch\.bool"),
-    ({"attn_mask": torch.zeros(8, 8).int()}, TypeError, r"^attn_mask: got dtype torch\.int32, want torch\.bool"),
+    (
+        {"attn_mask": torch.zeros(8, 8).int()},
+        TypeError,
+        r"^attn_mask: got dtype torch\.int32, want torch\.bool .*, or query's dtype torch\.float32 \(added",
+    ),
     ({"attn_mask": torch.zeros(8, 8), "is_causal": True}, ValueError, "^attn_mask, is_causal: got both"),
     ({"attn_mask": torch.ones(8).bool()}, ValueError, r"^attn_mask: got shape \(8,\), want 2 axes or more"),
     ({"attn_mask": torch.ones(1, 1, 4, 8, 8).bool()}, ValueError, r"^attn_mask: got shape .* want at most 4 axes"),
