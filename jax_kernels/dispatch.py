@@ -354,5 +354,11 @@ def device_to_explain(op: Callable[..., Any], device: "DeviceInfo | jax.Device |
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Pallas interpret mode (JAX_KERNELS_INTERPRET=1): for debugging on any machine."""
-    return os.environ.get("JAX_KERNELS_INTERPRET", "") not in ("", "0")
+    """Whether kernels run in Pallas interpret mode (JAX_KERNELS_INTERPRET=1): for debugging on any machine.
+
+    Raises ValueError for values other than 0 and 1.
+    """
+    setting = os.environ.get("JAX_KERNELS_INTERPRET", "")
+    if setting not in ("", "0", "1"):
+        raise ValueError(f"JAX_KERNELS_INTERPRET: got {setting!r}, want 1 to interpret kernels, or 0")
+    return setting == "1"

@@ -1,6 +1,7 @@
 """The jax-kernels command: info, check, explain, and its messages for wrong use."""
 
 import ast
+import itertools
 import json
 import sys
 import types
@@ -392,17 +393,28 @@ COMMANDS_THAT_PLAN = (
 )
 
 
-@pytest.mark.parametrize("arguments", COMMANDS_THAT_PLAN)
+WRONG = {
+    "JAX_KERNELS_TUNED": "2",
+    "JAX_KERNELS_INTERPRET": "maybe",
+    "JAX_KERNELS_CACHE": "~a-user-that-nobody-has/cache",
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("JAX_KERNELS_TUNED", "2"), ("JAX_KERNELS_CACHE", "~a-user-that-nobody-has/cache")]
+    ("name", "arguments"),
+    [
+        (name, arguments)
+        for name, arguments in itertools.product(WRONG, COMMANDS_THAT_PLAN)
+        if (name, arguments) != ("JAX_KERNELS_INTERPRET", "tune --list")  # it lists files alone
+    ],
 )
-def test_a_wrong_environment_is_one_line(run, monkeypatch, tmp_path, arguments, name, value):
+def test_a_wrong_environment_is_one_line(run, monkeypatch, tmp_path, arguments, name):
     """Each command names the variable, and no command shows a traceback."""
     script = tmp_path / "script.py"
     script.write_text("import jax.numpy as jnp, jax_kernels\njax_kernels.rms_norm(jnp.ones((4, 128)))\n")
     monkeypatch.delenv("JAX_KERNELS_TUNED", raising=False)
-    monkeypatch.setenv(name, value)
-    assert_one_line(run(*arguments.replace("SCRIPT", str(script)).split()), f"{name}: got {value!r}, want ")
+    monkeypatch.setenv(name, WRONG[name])
+    assert_one_line(run(*arguments.replace("SCRIPT", str(script)).split()), f"{name}: got {WRONG[name]!r}, want ")
 
 
 def test_check_with_an_unavailable_implementation(run, monkeypatch):
