@@ -36,10 +36,10 @@ from jax.typing import ArrayLike as _ArrayLike
 
 from jax_kernels import masks as _masks
 from jax_kernels.bridge.interop import dlpack as _dlpack
-from jax_kernels.bridge.interop import dtensors as _dtensors
 from jax_kernels.bridge.interop import fork as _fork
 from jax_kernels.bridge.interop import torch_internals as _private
-from jax_kernels.bridge.interop.plain_numbers import plain_of as _plain_of
+from jax_kernels.bridge.interop.arguments import dtensors as _dtensors
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of as _plain_of
 from jax_kernels.bridge.jax_functions.api import from_jax as _from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors as _check_tensors
 from jax_kernels.bridge.jax_functions.mask_operands import on_device as _on_device

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge.interop import dlpack, dtensors, torch_internals
-from jax_kernels.bridge.interop.plain_numbers import is_constant, plain_options
+from jax_kernels.bridge.interop import dlpack, torch_internals
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.plain_numbers import is_constant, plain_options
 from jax_kernels.bridge.jax_functions import dynamic_shapes, flops, vmap
 from jax_kernels.bridge.jax_functions.argument_names import leaf_names
 from jax_kernels.bridge.jax_functions.mask_operands import (

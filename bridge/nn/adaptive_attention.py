@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from jax_kernels import dispatch
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.interop.dlpack import check_dense
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.nn.layers import check_flags, empty_attention, positive
 from jax_kernels.bridge.ops import symbolic_trace

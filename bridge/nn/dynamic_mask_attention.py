@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from jax_kernels import masks
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.interop.dlpack import check_dense
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.api import from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.nn.layers import PlainLinear, check_flags, empty_attention, positive, rotary_embedding

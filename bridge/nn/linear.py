@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import (
     check_activation,
     check_precision,

@@ -6,8 +6,8 @@ from typing import NamedTuple, Self
 
 import torch
 
-from jax_kernels.bridge.interop.autocast import without_autocast
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.interop.arguments.autocast import without_autocast
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation
 from jax_kernels.bridge.nn.layers import check_flags, keeping_dtype, positive
 from jax_kernels.bridge.nn.linear import GatedMLP

@@ -3,9 +3,9 @@
 import torch
 from torch.nn import functional
 
-from jax_kernels.bridge.interop.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.interop.dlpack import check_dense
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import advice
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack, planning_device
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.nn.layers import check_flags, empty_attention, positive

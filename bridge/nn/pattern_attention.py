@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.interop.dlpack import check_dense
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.ops import symbolic_trace

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation, check_precision
 from jax_kernels.bridge.nn.layers import keeping_dtype
 from jax_kernels.bridge.nn.linear import Linear

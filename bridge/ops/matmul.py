@@ -5,9 +5,10 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from jax_kernels.bridge.interop import dtensors, torch_internals
-from jax_kernels.bridge.interop.autocast import autocast_dtype
-from jax_kernels.bridge.interop.plain_numbers import in_float32
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.plain_numbers import in_float32
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import (
     advice,

@@ -7,9 +7,10 @@ from typing import Any, overload
 import jax
 import torch
 
-from jax_kernels.bridge.interop import dtensors, torch_internals
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.interop.dlpack import check_dense
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.ops import symbolic_trace

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels import quantization
-from jax_kernels.bridge.interop.plain_numbers import plain_of
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of
 from jax_kernels.bridge.jax_functions.api import from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.quantization import QuantizedArray, formats

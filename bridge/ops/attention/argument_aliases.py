@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge.interop.plain_numbers import plain_of
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of
 from jax_kernels.spelling import name_hint
 
 __all__ = ["OTHER_NAMES", "check_mask_shape", "renamed"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge.interop import dtensors
-from jax_kernels.bridge.interop.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.ops.attention.attention_types import SegmentIds

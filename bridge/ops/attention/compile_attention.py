@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.interop import dlpack, torch_internals
-from jax_kernels.bridge.interop.autocast import autocast_dtype
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.mask_operands import on_device
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention

@@ -5,8 +5,8 @@ from typing import Literal, Required, TypedDict, Unpack, overload
 
 import torch
 
-from jax_kernels.bridge.interop import dtensors
-from jax_kernels.bridge.interop.learned_scale import in_query
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.learned_scale import in_query
 from jax_kernels.bridge.jax_functions.api import JaxOp, with_types
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs

@@ -6,9 +6,10 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 
-from jax_kernels.bridge.interop import dtensors, torch_internals
-from jax_kernels.bridge.interop.learned_scale import in_query
-from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.learned_scale import in_query
+from jax_kernels.bridge.interop.arguments.plain_numbers import ATTENTION, plain_options
 from jax_kernels.bridge.jax_functions import flops
 from jax_kernels.bridge.jax_functions.api import CallKey
 from jax_kernels.bridge.operators import plan_query, torch_operator

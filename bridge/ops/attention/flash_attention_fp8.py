@@ -6,7 +6,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 
 from jax_kernels import quantization
-from jax_kernels.bridge.interop.plain_numbers import in_float32, plain_of
+from jax_kernels.bridge.interop.arguments.plain_numbers import in_float32, plain_of
 from jax_kernels.bridge.jax_functions.api import JaxOp, from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_scales, check_tensors
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs

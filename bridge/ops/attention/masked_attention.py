@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels import dispatch
-from jax_kernels.bridge.interop import dtensors, torch_internals
-from jax_kernels.bridge.interop.learned_scale import in_query
-from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.learned_scale import in_query
+from jax_kernels.bridge.interop.arguments.plain_numbers import ATTENTION, plain_options
 from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp
 from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.operators.call_cache import CachedCall

@@ -8,8 +8,8 @@ import jax
 import torch
 
 from jax_kernels.bridge.interop import dlpack, planning_device
-from jax_kernels.bridge.interop.autocast import autocast_dtype
-from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_of, plain_options
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.plain_numbers import ATTENTION, plain_of, plain_options
 from jax_kernels.bridge.jax_functions.mask_operands import on_device
 from jax_kernels.bridge.ops.attention.attention_types import PrepareOptions
 from jax_kernels.bridge.translate import mask_sources

@@ -4,8 +4,8 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
-from jax_kernels.bridge.interop import dtensors
-from jax_kernels.bridge.interop.plain_numbers import plain_options
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_options
 from jax_kernels.bridge.jax_functions.api import JaxOp, with_types
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets

@@ -7,7 +7,7 @@ for each reason. Functions with this library's own names raise.
 import torch
 from torch.nn import functional
 
-from jax_kernels.bridge.interop.autocast import without_autocast
+from jax_kernels.bridge.interop.arguments.autocast import without_autocast
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set
 

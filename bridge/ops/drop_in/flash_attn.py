@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge.interop import dtensors
-from jax_kernels.bridge.interop.plain_numbers import plain_of
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of
 from jax_kernels.bridge.jax_functions.api import from_jax
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.attention.argument_aliases import check_mask_shape

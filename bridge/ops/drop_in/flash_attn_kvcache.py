@@ -4,8 +4,8 @@ from typing import Any, Literal, overload
 
 import torch
 
-from jax_kernels.bridge.interop import dtensors
-from jax_kernels.bridge.interop.plain_numbers import plain_of
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.attention.attention_types import Outputs
 from jax_kernels.bridge.ops.decoding.decode_attention import decode_attention

@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from jax_kernels.bridge.interop import dtensors, torch_internals
-from jax_kernels.bridge.interop.plain_numbers import plain_of
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.arguments import dtensors
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
 from jax_kernels.bridge.ops.drop_in.flash_attn import Probabilities, attend, check_packed, options_of

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.learned_scale import in_query
 from jax_kernels.bridge.interop.dlpack import check_dense
-from jax_kernels.bridge.interop.learned_scale import in_query
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.jax_functions.pytree import MaskById

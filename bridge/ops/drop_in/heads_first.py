@@ -11,7 +11,7 @@ from typing import Unpack
 
 import torch
 
-from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop.arguments import dtensors
 from jax_kernels.bridge.ops.attention.attention_types import AttentionOptions
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.autocast import autocast_dtype
-from jax_kernels.bridge.interop.plain_numbers import plain_of
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
 from jax_kernels.ops.attention.decode_attention import SMALLEST_PAGE
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge.interop.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
 from jax_kernels.bridge.interop.import_hooks import when_imported
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.ops import symbolic_trace

@@ -7,8 +7,8 @@ from typing import Literal, Unpack, overload
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.learned_scale import with_learned_scale
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.interop.arguments.learned_scale import with_learned_scale
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.bridge.ops.attention.dilated_attention import DilatedOptions

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.learned_scale import with_learned_scale
-from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.interop.arguments.learned_scale import with_learned_scale
+from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_statics
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.bridge.ops.sequence_parallel.operator import SequenceParallelOperator

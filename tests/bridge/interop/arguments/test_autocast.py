@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge.interop.autocast import autocast_dtype, without_autocast
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype, without_autocast
 
 META = torch.device("meta")
 
