@@ -64,6 +64,21 @@ def is_array(name: str, x: Any, want: str) -> None:
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}, of JAX or NumPy")
 
 
+def check_integers(name: str, x: Any) -> None:
+    """Raises ValueError for integers of a NumPy array that JAX does not hold: it has 32 bits without jax_enable_x64.
+
+    name: the argument's name, for the error.
+    """
+    if not isinstance(x, np.ndarray) or not x.size or not np.issubdtype(x.dtype, np.integer):
+        return
+    held = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+    if x.min() < held.min or x.max() > held.max:
+        raise ValueError(
+            f"{name}: got {x.dtype} from {x.min()} to {x.max()}, want integers of {held.min} to {held.max}, which JAX "
+            "holds, or jax_enable_x64"
+        )
+
+
 def array(name: str, x: Any, want: str) -> jax.Array:
     """x as a jax.Array. Raises TypeError if x is no array, ValueError if a value changes in the conversion.
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.masks import Mask
+from jax_kernels.masks.checks import check_integers
 from jax_kernels.ops.ring.layouts import Layout
 
 __all__ = [
@@ -277,16 +278,8 @@ def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> A
     """
     check_kinds(mesh, rules)
     for x in jax.tree.leaves(batch):
-        _check_integers(x)
+        check_integers("batch", x)
     return place(batch, jax.tree.map(lambda x: batch_sharding(np.shape(x), mesh, rules), batch))
-
-
-def _check_integers(x: Any) -> None:
-    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
-        return
-    held = jax.dtypes.canonicalize_dtype(x.dtype)
-    if held != x.dtype and (x.astype(held) != x).any():
-        raise ValueError(f"batch: got integers from {x.min()} to {x.max()}, want values that {held} holds")
 
 
 def place(tree: Any, shardings: Any) -> Any:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_kernels.masks.checks import is_array
+from jax_kernels.masks.checks import check_integers, is_array
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 from jax_kernels.ops.ring.planning.documents import DocumentLayout
 from jax_kernels.plain_numbers import plain
@@ -57,13 +57,7 @@ def unshard_sequence[Tree](
 def _check_tokens(x: Any, axis: int) -> None:
     """Raises shard_sequence's errors for x and axis."""
     is_array("x", x, "an array or a tree of arrays")
-    if isinstance(x, np.ndarray) and x.size and np.issubdtype(x.dtype, np.integer):
-        held = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
-        if x.min() < held.min or x.max() > held.max:
-            raise ValueError(
-                f"x: got {x.dtype} from {x.min()} to {x.max()}, want integers of {held.min} to {held.max}, which JAX "
-                "holds, or jax_enable_x64"
-            )
+    check_integers("x", x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis: got {axis} with an array of shape {x.shape}")
 
