@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental import topologies
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels import compiler_options
 from jax_kernels.dispatch import on_device
-from jax_kernels.models import MixtureOfExperts, make_mesh
-from tests.tools import compile_case, compile_step
+from jax_kernels.models import MixtureOfExperts
+from tests.tools import compile_step
 
 SHAPE = "4096,512,256,16,2"
 
@@ -31,17 +30,7 @@ def compiled(tokens: int, model_dim: int, mlp_dim: int, experts: int, each: int)
     sizes = model_dim, mlp_dim, experts, each
     make = lambda key: MixtureOfExperts(*sizes, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(key))
     with on_device("h200") as info:
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=compile_case.target_config(info), topology="1x1x2"
-        )
-        mesh = make_mesh({"expert": 2}, topology.devices)
-        # Mosaic reads the compute capability off the device of jax.set_mesh's mesh.
-        mesh.__dict__["abstract_mesh"] = AbstractMesh(
-            mesh.axis_sizes,
-            mesh.axis_names,
-            axis_types=mesh.axis_types,
-            abstract_device=compile_case.abstract_device(info),
-        )
+        mesh = compile_step.mesh_of_gpus(info, {"expert": 2})
         graphdef, parameters = nnx.split(nnx.eval_shape(make, jax.random.key(0)))
 
         def step(parameters: Any, x: jax.Array, dout: jax.Array) -> Any:

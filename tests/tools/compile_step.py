@@ -53,17 +53,7 @@ def compiled(axes: dict[str, int], sizes: dict[str, int]) -> tuple[Any, dict[str
         remat="products",
     )
     with on_device("h200") as info:
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=compile_case.target_config(info), topology=f"1x1x{devices}"
-        )
-        mesh = make_mesh(axes, topology.devices)
-        # Mosaic reads the compute capability off the device of jax.set_mesh's mesh.
-        mesh.__dict__["abstract_mesh"] = AbstractMesh(
-            mesh.axis_sizes,
-            mesh.axis_names,
-            axis_types=mesh.axis_types,
-            abstract_device=compile_case.abstract_device(info),
-        )
+        mesh = mesh_of_gpus(info, axes)
         train, *arguments = step(config, mesh, (2 * devices, sizes["length"]))
         seconds, stage = {}, train
         with jax.set_mesh(mesh):
@@ -72,6 +62,19 @@ def compiled(axes: dict[str, int], sizes: dict[str, int]) -> tuple[Any, dict[str
                 stage = getattr(stage, part)(*given)
                 seconds[part] = round(processor_seconds() - start, 2)
     return stage, seconds
+
+
+def mesh_of_gpus(info: Any, axes: dict[str, int]) -> jax.sharding.Mesh:
+    """A mesh of the GPUs of one machine that this machine lacks. info: their DeviceInfo."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=compile_case.target_config(info), topology=f"1x1x{math.prod(axes.values())}"
+    )
+    mesh = make_mesh(axes, topology.devices)
+    # Mosaic reads the compute capability off the device of jax.set_mesh's mesh.
+    mesh.__dict__["abstract_mesh"] = AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=compile_case.abstract_device(info)
+    )
+    return mesh
 
 
 def step(config: TransformerConfig, mesh: Any, shape: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
