@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -377,15 +378,18 @@ def check(
     ]
     progress = Console(stderr=True)
     tracked = track(calls, f"{', '.join(implementations)} on {device.name}", console=progress, transient=True)
-    results = [run_case(*call) for call in tracked]
-    failed = sum(not result.passed for result in results)
-    skipped = sum(result.skipped is not None for result in results)
-
     console = Console()
     console.width = max(console.width, 110)  # a table is not cut off, in a file or in a narrow window
-    for name in implementations:
-        if of_op := [result for result in results if result.op == name]:
-            _show(console, name, of_op)
+    by_op: dict[str, list[Result]] = {}
+    for name, calls_of_op in itertools.groupby(tracked, key=lambda call: call[0]):
+        by_op[name] = [run_case(*call) for call in calls_of_op]
+        if not progress.is_terminal:  # there is no bar, so that an op's table shows that the command is at work
+            _show(console, name, by_op[name])
+    for name, of_op in by_op.items() if progress.is_terminal else ():
+        _show(console, name, of_op)
+    results = [result for of_op in by_op.values() for result in of_op]
+    failed = sum(not result.passed for result in results)
+    skipped = sum(result.skipped is not None for result in results)
     console.print(f"{device.name}: {len(results) - failed - skipped} passed, {failed} failed, {skipped} not served")
     if json_path is not None:
         report: dict[str, Any] = {"device": dataclasses.asdict(device), "versions": versions(), "failed": failed}

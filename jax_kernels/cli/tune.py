@@ -62,9 +62,22 @@ class _Bar:
         self.progress.update(self.task, total=1, completed=1)
 
 
+class _Lines:
+    """A line on stderr for each call that begins, where no bar shows that the command is at work."""
+
+    def begin(self, text: str, steps: int) -> None:
+        print(f"{text}: timing at most {steps} candidates of a call", file=sys.stderr, flush=True)
+
+    def step(self, text: str) -> None:
+        pass
+
+    def end(self, result: TunedCall) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def _tuning(gradients: bool, seconds: float, prune: bool) -> Iterator[None]:
-    """Tunes the calls made inside, under a progress bar, and then prints their results."""
+    """Tunes the calls made inside, with a progress bar in a terminal, and then prints their results."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     try:
@@ -72,7 +85,12 @@ def _tuning(gradients: bool, seconds: float, prune: bool) -> Iterator[None]:
             Progress(
                 *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
             ) as progress,
-            session.tune(gradients=gradients, seconds=seconds, prune=prune, progress=_Bar(progress)) as results,
+            session.tune(
+                gradients=gradients,
+                seconds=seconds,
+                prune=prune,
+                progress=_Bar(progress) if console.is_terminal else _Lines(),
+            ) as results,
         ):
             yield
     except ValueError as error:

@@ -34,6 +34,17 @@ def test_check_passes(run, two_cases, tmp_path):
             assert 0 < result["errors"][name] <= result["bounds"][name] < 0.01
 
 
+def test_check_prints_an_op_when_it_ends(run, two_cases, monkeypatch):
+    """Without a progress bar, the table of an op comes before the cases of the next op."""
+    monkeypatch.setitem(check.QUICK, "rms_norm", ("rms",))
+    steps = []
+    monkeypatch.setattr(check, "run_case", lambda op, *_: steps.append(op) or check.Result(op, "xla", "", {}, {}))
+    monkeypatch.setattr(check, "_show", lambda console, op, results: steps.append(f"{len(results)} of {op}"))
+    code, out, _ = run(*CHECK, "--op", "rms_norm", "--implementation", "xla")
+    assert (code, "3 passed, 0 failed" in out) == (0, True)
+    assert steps == ["flash_attention", "flash_attention", "2 of flash_attention", "rms_norm", "1 of rms_norm"]
+
+
 def test_check_fails_on_a_wrong_result(run, two_cases, monkeypatch):
     right = check.run_attention
 

@@ -1,6 +1,7 @@
 """jax-kernels tune: the calls of an op and of a script, the list of winners, and messages for wrong use."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,9 @@ def run(capsys, monkeypatch, tmp_path):
 
 
 def test_an_op(run):
-    code, out, _ = run("rms_norm", "--shapes", "4,128 6,128 64,256", "--no-gradients", "--scale")
+    code, out, err = run("rms_norm", "--shapes", "4,128 6,128 64,256", "--no-gradients", "--scale")
     assert code == 0
+    assert len(re.findall(r"^rms_norm: timing at most \d+ candidates of a call$", err, re.MULTILINE)) == 3
     lines = out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "rms_norm(rows=4, columns=128, dtype=bfloat16)",
@@ -96,7 +98,8 @@ def test_the_backward_of_a_matmul(run, monkeypatch):
 def test_ops_whose_backward_is_timed_with_them(run, arguments):
     """Their implementations are timed, and no blocks."""
     code, out, err = run(*arguments.split())
-    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert (code, err.count("\n"), out.count("\n")) == (0, 1, 1)
+    assert err.startswith(f"{arguments.split()[0]}: timing at most ")
     assert "triton tuned on " in out
     assert out.endswith(": 1 ms with its backward, xla 2 ms\n")
 

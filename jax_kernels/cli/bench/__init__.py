@@ -1,6 +1,7 @@
 """jax-kernels bench: times the ops' standard sizes on this machine, by each implementation."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,10 +60,15 @@ def bench(
     found: list[Row] = []
     progress = Console(stderr=True)
     is_silent = not progress.is_terminal
-    for op, call in track(calls, f"timing on {device.name}", console=progress, transient=True, disable=is_silent):
-        found += rows_of(op, call, gradients, seconds, with_peers)
-    found += density_rows(is_gpu, seconds, with_peers) if density else []
-    _show(device.name, found)
+    tracked = track(calls, f"timing on {device.name}", console=progress, transient=True, disable=is_silent)
+    for _, calls_of_op in itertools.groupby(tracked, key=lambda call: call[0]):
+        of_op = [row for op, call in calls_of_op for row in rows_of(op, call, gradients, seconds, with_peers)]
+        found += of_op
+        if is_silent:  # without a bar, an op's table shows that the command is at work
+            _show(device.name, of_op)
+    of_density = density_rows(is_gpu, seconds, with_peers) if density else []
+    found += of_density
+    _show(device.name, of_density if is_silent else found)
     packages = versions()
     report: dict[str, Any] = {"device": dataclasses.asdict(device), "versions": packages}
     roofs: Roofs | None = None
