@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.end = None if args.minutes is None else begin + 60 * args.minutes
     found = share(args) if args.workers > 1 else run(args)
     found = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **found}
-    found["minutes"] = round((time.monotonic() - begin) / 60, 1)
+    found |= {"minutes": round((time.monotonic() - begin) / 60, 1), "workers": args.workers}
     text = json.dumps(found, indent=1)
     if args.output is not None:
         args.output.write_text(text + "\n")
