@@ -117,7 +117,7 @@ def _named(
     if implementation not in table:
         known = ", ".join(repr(name) for name in table)
         hint = did_you_mean(implementation, table)
-        raise ValueError(f"implementation={implementation!r} is not known for {request.op}; want one of {known}{hint}")
+        raise ValueError(f"implementation: got {implementation!r} for {request.op}, want one of {known}{hint}")
     reason = _reason(table[implementation], request, symbolic)
     if reason is not None:
         raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")

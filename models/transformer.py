@@ -158,7 +158,8 @@ class Transformer(nnx.Module):
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")
         if (tokens is None) == (embeddings is None):
-            raise ValueError("tokens, embeddings: want exactly one of them")
+            got = "neither" if tokens is None else "both"
+            raise ValueError(f"tokens, embeddings: got {got}, want exactly one of them")
         if embeddings is None:
             tokens = checked_tokens(tokens, self.config.vocab_size, segment_ids=segment_ids)
         else:

@@ -76,7 +76,7 @@ def test_choose_by_name_that_cannot_serve():
 
 
 def test_choose_unknown_name():
-    with pytest.raises(ValueError, match="implementation='nope' is not known for an_op; want one of 'fast', 'good'"):
+    with pytest.raises(ValueError, match="implementation: got 'nope' for an_op, want one of 'fast', 'good'"):
         choose(REQUEST, table(fast=None, good=None), order_of("fast", "good"), "nope")
 
 

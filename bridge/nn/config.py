@@ -77,24 +77,26 @@ def shape_of(config: Config | Mapping[str, Any]) -> types.SimpleNamespace:
     if isinstance(config, Mapping):
         unknown = sorted(config.keys() - {*_REQUIRED, *_DEFAULTS})
         if unknown:
-            raise ValueError(f"config: got unknown fields {unknown}")
+            raise ValueError(f"config: got unknown fields {unknown}, want fields of TransformerConfig or LongNetConfig")
         given = dict(config)
     else:
         given = {name: getattr(config, name) for name in (*_REQUIRED, *_DEFAULTS) if hasattr(config, name)}
     missing = [name for name in _REQUIRED if name not in given]
     if missing:
-        raise ValueError(f"config: got no {', '.join(missing)}")
+        raise ValueError(f"config: got no {', '.join(missing)}, want at least {', '.join(_REQUIRED)}")
     shape = types.SimpleNamespace(**{**_DEFAULTS, **given})
     if shape.num_kv_heads is None:
         shape.num_kv_heads = shape.num_heads
     if shape.head_dim is None:
         if shape.model_dim % shape.num_heads:
-            raise ValueError(f"config: num_heads={shape.num_heads} must divide model_dim={shape.model_dim}")
+            raise ValueError(f"config: got num_heads={shape.num_heads}, want a divisor of model_dim={shape.model_dim}")
         shape.head_dim = shape.model_dim // shape.num_heads
     if shape.mlp_dim is None:
         shape.mlp_dim = math.ceil(shape.model_dim * 8 / 3 / 64) * 64
     if shape.num_heads % shape.num_kv_heads:
-        raise ValueError(f"config: num_kv_heads={shape.num_kv_heads} must divide num_heads={shape.num_heads}")
+        raise ValueError(
+            f"config: got num_kv_heads={shape.num_kv_heads}, want a divisor of num_heads={shape.num_heads}"
+        )
     if (shape.segment_lengths is None) != (shape.dilation_rates is None):
         raise ValueError("config: got one of segment_lengths and dilation_rates, want both or neither")
     if shape.segment_lengths is None and (shape.layer_norm or shape.gamma is not None):
@@ -129,9 +131,9 @@ def _checked_experts(shape: types.SimpleNamespace) -> types.SimpleNamespace | No
     if not isinstance(given, Mapping):
         given = {name: getattr(given, name) for name in _EXPERTS if hasattr(given, name)}
     if unknown := sorted(given.keys() - _EXPERTS):
-        raise ValueError(f"config: got unknown fields of experts: {unknown}")
+        raise ValueError(f"config: got unknown fields {unknown} of experts, want fields of ExpertsConfig")
     if "num_experts" not in given:
-        raise ValueError("config: got experts without num_experts")
+        raise ValueError("config: got experts without num_experts, want the number of experts")
     if shape.dtype != shape.param_dtype:
         raise ValueError(
             f"config: got experts with dtype={shape.dtype!r} and param_dtype={shape.param_dtype!r}, want equal dtypes"

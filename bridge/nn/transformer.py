@@ -225,7 +225,8 @@ class Transformer(torch.nn.Module):
         if symbolic_trace.is_traced(tokens, embeddings):
             return symbolic_trace.leaf(self, tokens=tokens, embeddings=embeddings)
         if (tokens is None) == (embeddings is None):
-            raise ValueError("tokens, embeddings: want exactly one of them")
+            got = "neither" if tokens is None else "both"
+            raise ValueError(f"tokens, embeddings: got {got}, want exactly one of them")
         for name, given in (("tokens", tokens), ("embeddings", embeddings)):
             if isinstance(given, torch.Tensor):
                 check_dense(name, given)

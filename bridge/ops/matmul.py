@@ -362,7 +362,9 @@ def linear(
     errors.
     """
     if "transpose_w" in arguments:
-        raise TypeError("transpose_w: linear's weight is [N, K]; want bridge.matmul for other layouts")
+        raise TypeError(
+            "transpose_w: got the argument with linear, whose weight is [N, K], want bridge.matmul for other layouts"
+        )
     if torch.compiler.is_compiling():
         return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
     try:

@@ -61,7 +61,7 @@ def _files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
             raise FileNotFoundError(f"paths: {path} is neither a file nor a folder")
     files = [file for file in files if file.stat().st_size]
     if not files:
-        raise ValueError("paths: got no bytes of text")
+        raise ValueError("paths: got no bytes of text, want a file that is not empty")
     return files
 
 
@@ -197,5 +197,7 @@ def _checked_documents(documents: np.ndarray, length: int) -> np.ndarray:
     if documents.ndim != 1 or not np.issubdtype(documents.dtype, np.integer):
         raise ValueError(f"documents: got {documents.dtype} {documents.shape}, want integers [documents]")
     if not len(documents) or documents[0] != 0 or documents[-1] >= length or (np.diff(documents) <= 0).any():
-        raise ValueError(f"documents: want first tokens that ascend from 0, each below the {length} tokens")
+        raise ValueError(
+            f"documents: got {documents}, want first tokens that ascend from 0, each below the {length} tokens"
+        )
     return np.ascontiguousarray(documents, np.int64)

@@ -70,7 +70,7 @@ class RingCosts:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) <= 0:
-                raise ValueError(f"self.{field.name}={getattr(self, field.name)} must be above 0")
+                raise ValueError(f"RingCosts.{field.name}={getattr(self, field.name)} must be above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,9 +93,9 @@ class RingRow:
 
     def __post_init__(self) -> None:
         if self.sends_ahead < 1:
-            raise ValueError(f"{self.sends_ahead=} must be 1 or more")
+            raise ValueError(f"RingRow.sends_ahead={self.sends_ahead} must be 1 or more")
         if self.permutes_up_to < 0:
-            raise ValueError(f"{self.permutes_up_to=} must be 0 or more")
+            raise ValueError(f"RingRow.permutes_up_to={self.permutes_up_to} must be 0 or more")
 
     def serves(self, call: RingCall) -> bool:
         is_short = self.max_tokens is None or call.tokens <= self.max_tokens

@@ -208,7 +208,7 @@ def test_bad_options_are_named(words, message, text, capsys):
         ("--coordinator a:1 --num-processes 2 --process-id 2", "--process-id: got 2 of 2 processes, want 0 to 1"),
         (
             "--text TEXT --implementation mosaic",
-            "implementation='mosaic' is not known for flash_attention; want one of",
+            "implementation: got 'mosaic' for flash_attention, want one of",
         ),
     ],
 )

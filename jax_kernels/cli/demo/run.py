@@ -252,8 +252,8 @@ def check_products(model: TransformerConfig, device: jax_kernels.DeviceInfo) -> 
     if model.precision == "fp8" and device.compute_capability is not None and not device.supports_fp8:
         raise OptionError(
             "--precision",
-            f"{device.name} has no 8-bit matmuls; Ada (L4, L40S, RTX 40), Hopper (H100, H200) and Blackwell GPUs have "
-            "them",
+            f"got fp8 on {device.name}, which has no 8-bit matmuls, want an Ada (L4, L40S, RTX 40), Hopper (H100, "
+            "H200) or Blackwell GPU",
         )
 
 
@@ -272,7 +272,7 @@ def attention_plan(settings: Settings) -> jax_kernels.Plan:
     try:
         return jax_kernels.explain(op, query, key, key, is_causal=True, implementation=model.implementation, **pattern)
     except (ValueError, NotImplementedError) as error:
-        raise OptionError("--implementation", str(error)) from error
+        raise OptionError("--implementation", str(error).removeprefix("implementation: ")) from error
 
 
 def train(

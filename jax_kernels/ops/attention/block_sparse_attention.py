@@ -109,7 +109,7 @@ def _mask(block_mask: Any, block_size: Any, arguments: dict[str, Any], query: An
     """block_mask as a checked masks.Mask. Raises TypeError or ValueError. arguments: flash_attention's, by name."""
     if "mask" in arguments:
         raise TypeError(
-            "mask: block_sparse_attention takes block_mask instead; compose masks, and pass the Mask as block_mask"
+            "mask: got the argument with block_sparse_attention, want block_mask, which takes composed Masks"
         )
     if isinstance(block_mask, masks.Mask) and block_size is not None:
         raise ValueError(f"block_size: got {block_size} with a Mask, want None: a Mask has its own")

@@ -100,7 +100,7 @@ def check(
         reason = f"it serves no branch: a branch's log-sum-exp has a gradient; want one of {known}"
         raise NotImplementedError(f"implementation='cudnn' cannot serve this dilated_attention: {reason}")
     if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is not known for dilated_attention; want one of {known}")
+        raise ValueError(f"implementation: got {implementation!r} for dilated_attention, want one of {known}")
     given = FlashArguments(
         query=query, key=key, value=value, is_causal=is_causal, return_lse=return_lse, scale=scale,
         deterministic=deterministic, precision=precision, implementation=implementation,

@@ -70,15 +70,19 @@ def check_elementwise(activation: Callable[[Any], Any]) -> None:
     traced = _traced(activation, (2, 3))
     got = [(x.shape, str(x.dtype)) for x in traced.out_avals]
     if len(got) != 1 or got[0][0] != (2, 3) or not got[0][1].startswith(("float", "bfloat")):
-        raise ValueError(f"activation: it returned {got} for a float32 argument [2, 3], want floats of its shape")
+        raise ValueError(
+            f"activation: got a function that returns {got} for float32 [2, 3], want floats of the same shape"
+        )
     program = _Program.of(traced)
     if any(isinstance(x, jax.core.Tracer) for x in constants_of(traced)):
-        raise ValueError("activation: it closes over an array that JAX traces, want numbers or known arrays")
+        raise ValueError("activation: got a function that closes over a traced array, want known arrays or numbers")
     if joins := sorted(_joins(program, [_MOVING])[0]):
-        raise ValueError(f"activation: it has {', '.join(joins)}, want an elementwise function")
+        raise ValueError(f"activation: got a function with {', '.join(joins)}, want an elementwise function")
     numbers = program.literals(), _Program.of(_traced(activation, (4, 6))).literals()
     if any(x != y and not (x != x and y != y) for x, y in itertools.zip_longest(*numbers)):
-        raise ValueError("activation: it depends on its argument's shape, want an elementwise function")
+        raise ValueError(
+            "activation: got a function that depends on its argument's shape, want an elementwise function"
+        )
 
 
 def _traced(activation: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:

@@ -97,8 +97,8 @@ def check_device(device: Any, implementation: str | None) -> None:
     capability = device.compute_capability
     if implementation is None and capability is not None and capability < NEEDS:
         raise NotImplementedError(
-            f"precision: {device.name} has no 8-bit matmuls; Ada (L4, L40S, RTX 40), Hopper (H100, H200) and "
-            "Blackwell GPUs have them. implementation='xla' emulates them"
+            f"precision: got 8 bits on {device.name}, which has no 8-bit matmuls, want an Ada (L4, L40S, RTX 40), "
+            "Hopper (H100, H200) or Blackwell GPU, or implementation='xla', which emulates them"
         )
 
 

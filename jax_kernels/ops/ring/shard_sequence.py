@@ -59,7 +59,7 @@ def _check_tokens(x: Any, axis: int) -> None:
     is_array("x", x, "an array or a tree of arrays")
     check_integers("x", x)
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis: got {axis} with an array of shape {x.shape}")
+        raise ValueError(f"axis: got {axis}, want an axis of x, whose shape is {x.shape}")
 
 
 def _order(mesh: Mesh, axis_name: str, layout: str | DocumentLayout, x: Any, axis: int) -> np.ndarray:

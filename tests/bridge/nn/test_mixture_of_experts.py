@@ -196,7 +196,7 @@ def test_bad_inputs_are_named():
             {"experts": {"num_experts": 2}, "dtype": "bfloat16"},
             "config: got experts with dtype='bfloat16' and param_dtype='float32'",
         ),
-        ({"experts": {"number": 2}}, r"config: got unknown fields of experts: \['number'\]"),
+        ({"experts": {"number": 2}}, r"config: got unknown fields \['number'\] of experts, want"),
         ({"experts": {"experts_per_token": 2}}, "config: got experts without num_experts"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -152,7 +152,7 @@ def test_bad_input():
         bridge.matmul(x, w, activation="mish")
     with pytest.raises(TypeError, match=re.escape("out_dtype: got torch.int8, want torch.bfloat16")):
         bridge.matmul(x, w, out_dtype=torch.int8)
-    with pytest.raises(TypeError, match=re.escape("transpose_w: linear's weight is [N, K]")):
+    with pytest.raises(TypeError, match=re.escape("transpose_w: got the argument with linear, whose weight is [N, K]")):
         bridge.linear(x, w, transpose_w=False)
     with pytest.raises(TypeError, match=r"^x: got dtype torch\.float64"):
         bridge.matmul(x.double(), w.double())

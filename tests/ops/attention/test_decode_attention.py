@@ -296,7 +296,7 @@ BAD = {
     "scale": ({"scale": float("nan")}, ValueError, "scale: got nan, want a finite number"),
     "sinks": ({"sinks": jnp.ones(2)}, ValueError, "sinks: got shape (2,), want [heads] = (4,)"),
     "return_lse": ({"return_lse": 1}, TypeError, "return_lse: got int, want a bool"),
-    "name": ({"implementation": "cudnn"}, ValueError, "implementation='cudnn' is not known for decode_attention"),
+    "name": ({"implementation": "cudnn"}, ValueError, "implementation: got 'cudnn' for decode_attention"),
     "name_type": ({"implementation": 1}, TypeError, "implementation: got int, want a name or None"),
 }
 

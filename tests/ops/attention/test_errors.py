@@ -90,7 +90,7 @@ BAD = [
         "implementation",
         {"implementation": "cuda"},
         ValueError,
-        "implementation='cuda' is not known for flash_attention",
+        "implementation: got 'cuda' for flash_attention",
     ),
     ("implementation_type", {"implementation": 3}, TypeError, "implementation: got int, want a name or None"),
     ("mask_dtype", {"mask": np.ones((T, S), np.int32)}, TypeError, "mask: got dtype int32, want bool (True = attend)"),

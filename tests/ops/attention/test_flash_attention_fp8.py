@@ -162,7 +162,7 @@ BAD = {
     "is_causal": ({"is_causal": 1}, TypeError, "is_causal: got int, want a bool"),
     "offset": ({"q_offset": 0.5}, TypeError, "q_offset: got float, want an int or an int32 array"),
     "lengths": ({"kv_lengths": jnp.array([1])}, ValueError, "kv_lengths: got shape (1,), want [batch] = (2,)"),
-    "name": ({"implementation": "triton"}, ValueError, "implementation='triton' is not known for flash_attention_fp8"),
+    "name": ({"implementation": "triton"}, ValueError, "implementation: got 'triton' for flash_attention_fp8"),
     "name_type": ({"implementation": 1}, TypeError, "implementation: got int, want a name or None"),
 }
 

@@ -281,7 +281,7 @@ BAD = {
     "two_masks": (
         lambda *x: block_sparse_attention(*x, np.ones((1, 1), bool), mask=masks.causal()),
         TypeError,
-        "mask: block_sparse_attention takes block_mask instead",
+        "mask: got the argument with block_sparse_attention, want block_mask",
     ),
     "unknown": (
         lambda *x: block_sparse_attention(*x, np.ones((1, 1), bool), causal=True),

@@ -142,7 +142,7 @@ def test_explain_of_a_sharded_sequence():
         (
             {"implementation": "nope"},
             ValueError,
-            "implementation='nope' is not known for dilated_attention; want one of 'mosaic_gpu', 'triton', 'xla'",
+            "implementation: got 'nope' for dilated_attention, want one of 'mosaic_gpu', 'triton', 'xla'",
         ),
         ({"window": 3}, TypeError, "unexpected keyword argument 'window'"),
         ({"key": np.zeros((2, 21, 4, 8), np.float32)}, ValueError, "value: got (length, heads)"),

@@ -316,7 +316,7 @@ WRONG = {
         ValueError,
         "precision: got 'int8', want 'fp32', 'tf32', 'bf16', 'fp16', 'fp8' or None",
     ),
-    "implementation": ({"implementation": "cudnn"}, ValueError, "is not known for grouped_matmul; want one of"),
+    "implementation": ({"implementation": "cudnn"}, ValueError, "got 'cudnn' for grouped_matmul, want one of"),
 }
 
 
@@ -348,7 +348,7 @@ WRONG_GATED = {
     "low_bit": ({"w_up": quantize(W[0], "int8")}, TypeError, "w_up: got quantized weights, want unquantized"),
     "sizes": ({"group_sizes": GROUP_SIZES[:2]}, ValueError, "group_sizes: got shape (2,), want [G] = (3,)"),
     "activation": ({"activation": "swish"}, ValueError, "activation: got 'swish', want a function or one"),
-    "implementation": ({"implementation": "cudnn"}, ValueError, "is not known for grouped_gated_matmul; want one of"),
+    "implementation": ({"implementation": "cudnn"}, ValueError, "got 'cudnn' for grouped_gated_matmul, want one of"),
 }
 
 

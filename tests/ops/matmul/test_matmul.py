@@ -227,18 +227,18 @@ BAD = {
     "sum_as_activation": (
         lambda: matmul(X, W, activation=jnp.sum),
         ValueError,
-        "activation: it returned [((), 'float32')] for a float32 argument [2, 3]",
+        "activation: got a function that returns [((), 'float32')] for float32 [2, 3]",
     ),
     "softmax_as_activation": (
         lambda: matmul(X, W, activation=jax.nn.softmax),
         ValueError,
-        "activation: it has reduce_max, reduce_sum, want an elementwise function",
+        "activation: got a function with reduce_max, reduce_sum, want an elementwise function",
     ),
-    "row_as_activation": (lambda: matmul(X, W, activation=lambda z: z[0]), ValueError, "returned [((3,), 'float32')]"),
+    "row_as_activation": (lambda: matmul(X, W, activation=lambda z: z[0]), ValueError, "returns [((3,), 'float32')]"),
     "largest_as_activation": (
         lambda: matmul(X, W, activation=jax.jit(lambda z: z / z.max(axis=0))),
         ValueError,
-        "activation: it has reduce_max, want an elementwise function",
+        "activation: got a function with reduce_max, want an elementwise function",
     ),
     "broken_activation": (
         lambda: matmul(X, W, activation=lambda z: 1 / 0),
@@ -255,7 +255,7 @@ BAD = {
     "traced_activation": (
         lambda: jax.grad(lambda a: matmul(X, W, activation=lambda z: a * z).sum())(0.1),
         ValueError,
-        "activation: it closes over an array that JAX traces",
+        "activation: got a function that closes over a traced array",
     ),
     "gate": (lambda: gated_matmul(X, W[:-1], W[:-1]), ValueError, "w_gate: got shape"),
     "gated": (
@@ -263,7 +263,7 @@ BAD = {
         ValueError,
         "w_up: got bfloat16[8, 3], want w_gate's dtype, shape and scaling",
     ),
-    "name": (lambda: matmul(X, W, implementation="cudnn"), ValueError, "is not known for matmul; want one of"),
+    "name": (lambda: matmul(X, W, implementation="cudnn"), ValueError, "got 'cudnn' for matmul, want one of"),
 }
 
 

@@ -149,7 +149,7 @@ BAD = {
     "name": (
         lambda: rms_norm(X, implementation="cudnn"),
         ValueError,
-        "is not known for rms_norm; want one of 'triton'",
+        " for rms_norm, want one of 'triton'",
     ),
     "no_gpu": (lambda: rms_norm(X, implementation="triton"), NotImplementedError, "it needs an NVIDIA GPU"),
 }

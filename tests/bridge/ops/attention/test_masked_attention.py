@@ -153,7 +153,7 @@ ERRORS = [
     (
         lambda: bridge.block_sparse_attention(ZEROS, ZEROS, ZEROS, BLOCKS, mask=BLOCKS),
         TypeError,
-        "^mask: block_sparse_attention takes block_mask instead",
+        "^mask: got the argument with block_sparse_attention, want block_mask",
     ),
     (
         lambda: bridge.dynamic_mask_attention(ZEROS, ZEROS, ZEROS, ZEROS.int()),
