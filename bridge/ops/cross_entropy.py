@@ -33,8 +33,9 @@ def linear_cross_entropy(
     """jax_kernels.linear_cross_entropy on PyTorch tensors: the cross-entropy of each token under the logits x @ w, with
     gradients of x, w and weights. The logits are never all in memory.
 
-    Equivalent to torch.nn.functional.cross_entropy((x @ w).float(), targets), if x has two axes, with
-    reduction="mean". Autocast casts x and w. See bridge.from_jax for torch.compile and CUDA graphs.
+    With reduction="mean", x [N, D], and -100 for the targets that do not count, it equals
+    torch.nn.functional.cross_entropy((x @ w).float(), targets). Autocast casts x and w. See bridge.from_jax for
+    torch.compile and CUDA graphs.
 
     Args:
       x: [..., D], bfloat16, float16 or float32.

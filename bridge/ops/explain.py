@@ -52,7 +52,7 @@ def explain(
 
 
 def device_info(place: torch.device | str | int | None = None) -> DeviceInfo:
-    """Returns jax_kernels' facts about a PyTorch device, such as its name, compute capability and implementations.
+    """The DeviceInfo of a PyTorch device: its name, compute capability, memory, dtypes and implementations.
 
     With None, the device is the current GPU, or the CPU if there is no GPU. An int is the index of a GPU.
 

@@ -66,7 +66,7 @@ def matmul(
     scaling: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """jax_kernels.matmul on PyTorch tensors: activation(x @ w + bias) + residual, with gradients of the four tensors.
+    """jax_kernels.matmul on PyTorch tensors: activation(x @ w + bias) + residual, with gradients of all four.
 
     See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts x, w and bias as for
     torch.matmul, also with precision="fp8"; 8-bit tensors stay unchanged.

@@ -109,7 +109,7 @@ def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
 
 def _shape_of(mask: Any, grid: Grid) -> tuple[int, int, int, int]:
-    """The shape of the mask's array of blocks: (B or 1, H or 1, rows, columns)."""
+    """The shape of an array with an entry for each block of the mask: (B or 1, H or 1, rows, columns)."""
     offsets = grid.offset.shape[0]
     return (mask.batch if offsets == 1 else offsets), mask.heads, grid.rows, grid.columns
 

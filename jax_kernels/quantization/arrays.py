@@ -356,7 +356,7 @@ def quantize_fp8(
     Equivalent to the following JAX code::
 
         largest = jnp.abs(x).max(axis)
-        scales = where(largest > 0, largest / 448, 1)  # 448 is e4m3's largest number
+        scales = where(largest > 0, largest / 448, 1)  # 448 is e4m3's largest value
         values = (x / jnp.expand_dims(scales, axis)).astype(float8_e4m3fn)
 
     The relative error of a value is at most 2**-4. For a value below 2**-14 times the largest value that shares its

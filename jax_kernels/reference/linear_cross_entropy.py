@@ -175,7 +175,10 @@ def _padding(ids: jax.Array, vocabulary: Any) -> jax.Array:
 def _dlogits(
     inputs: LossInputs, logits: jax.Array, ids: jax.Array, lse: jax.Array, cotangent: jax.Array, options: LossOptions
 ) -> jax.Array:
-    """The cotangents of x @ rows.T for these ids, [..., ids], in x's dtype. logits: capped, 0 for padding."""
+    """The cotangents of x @ rows.T for these ids, [..., ids], in x's dtype.
+
+    logits: of these ids, capped; 0 for padding. lse: of each token. cotangent: of each token's loss.
+    """
     targets, vocabulary = inputs.targets[..., None], inputs.rows.shape[0]
     share = jnp.exp(logits + _padding(ids, vocabulary) - lse[..., None])
     share = share * (1 + 2 * options.z_loss * lse[..., None]) if options.z_loss else share

@@ -154,8 +154,8 @@ def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]
 def _bound(case: Case, name: str, dtype: Any, right: np.ndarray) -> float:
     """The largest absolute error that a result may have.
 
-    Losses and gradients of weights have float32's error. dx and dw are sums of cotangents that are rounded to x's
-    dtype; their roundings are independent, and add up like the values themselves do at random.
+    Losses, and the gradients of the tokens' weights, have float32's error. dx and dw are sums of cotangents that are
+    rounded to x's dtype. These roundings are independent, so the relative error of a sum equals one rounding.
 
     name, dtype: of the result. right: the right answer.
     """

@@ -87,7 +87,7 @@ def _balanced(request: Request, tiles: Iterable[_Tiles], rate: float) -> float:
 
 
 def _total(request: Request, sm_seconds: float, moved: float) -> float:
-    """Seconds of a call. moved: bytes of its arrays."""
+    """Seconds of a call. sm_seconds: of the busiest SM. moved: bytes of the call's arrays."""
     return _LAUNCH + max(sm_seconds, moved / (request.device.memory_bandwidth or math.inf))
 
 

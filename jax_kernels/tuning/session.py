@@ -211,9 +211,9 @@ def tune(
         print(*results, sep="\\n")
 
     The candidates of a call are the implementations that can serve it, and other block sizes of the kernels of
-    attention, decoding and matmuls. A call with known arrays is timed when it is made, with these arrays. A call under
-    jit is timed after the block, with random arrays of its shapes. Calls of equal options and similar sizes form a
-    bucket, and only its first call is timed. A function that was traced before the block makes no call:
+    attention, decoding, matmuls and norms. A call with known arrays is timed when it is made, with these arrays. A call
+    under jit is timed after the block, with random arrays of its shapes. Calls of equal options and similar sizes form
+    a bucket, and only its first call is timed. A function that was traced before the block makes no call:
     jax.clear_caches() lets JAX trace it again.
 
     Later calls of the same bucket use the fastest candidate, in this process and, from the user's cache folder, in

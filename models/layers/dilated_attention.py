@@ -31,11 +31,13 @@ class DilatedAttention(nnx.Module):
     Args:
       segment_lengths, dilation_rates: of each branch, in which every rate-th token of a segment takes part.
       is_causal: whether a token attends only to itself and to earlier tokens.
-      heads: "all" gives each branch all heads, "groups" a group of the heads. combine: the weights of the branches,
-        "lse" by their softmax sums, "mean" equal. layout: "overlap" has all branches on the whole sequence, "partition"
-        has one segment of each branch after the other. order: None, or "hilbert" for the tokens of a segment along a
-        Hilbert curve. stop_gradient_weights: whether the weights of the branches pass no gradient. implementation: by
-        name, None for the fastest. Details are in dilated_attention.
+      heads: "all": every head runs every branch; "groups": each branch serves one group of the heads.
+      combine: "lse" weights the branches' outputs by the softmax of their log-sum-exps; "mean" averages them.
+      layout: "overlap": each branch cuts the whole sequence into segments of its length. "partition": segments of these
+        lengths follow one another.
+      order: None, or "hilbert": positions in a segment follow a Hilbert curve.
+      stop_gradient_weights: whether the branches' weights pass no gradient.
+      implementation: as in dilated_attention, which has the details of all arguments.
 
     Raises:
       ValueError, TypeError: as dilated_attention, for its pattern.

@@ -297,7 +297,10 @@ def _order(compute_capability: Capability, table: str, request: Hashable) -> tup
 def _cached_order(
     specs: BlockSpecs, compute_capability: Capability, table: str, request: Hashable
 ) -> tuple[tuple[str, ...], str]:
-    """(names of implementations in the order of the first row of a table of `specs` that applies, its origin)."""
+    """(names of implementations in order, the order's origin in words), from the first matching row of the table.
+
+    table: the name of a field of `specs`, such as "matmul_order". request: as the rows of this table match it.
+    """
     row = first(getattr(specs, table), None, request)
     return row.names, _source("order", _owner(specs, table, row), specs, compute_capability, row.measured_on)
 

@@ -206,6 +206,7 @@ def compile_attention(
 
 
 def _constant(name: str, option: Any) -> Any:
+    """The option. Raises TypeError, with its name, if it is not hashable."""
     try:
         hash(option)
     except TypeError:

@@ -153,8 +153,8 @@ def flash_attention_fp8(
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call (the message has the reason), or a gradient is
-        taken. (Forward mode raises JAX's TypeError.)
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason), or the call is
+        differentiated, in forward or reverse mode.
 
     Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024),
     arXiv:2407.08608.

@@ -134,8 +134,6 @@ def sequence_parallel_dilated_attention(
     the keys and gradients of two devices at a time. So, except for ids and tables, memory is linear in its own tokens.
     The backward keeps a device's query, key, value, segment_ids, out and lse.
 
-    Pallas kernels ("mosaic_gpu", "triton") run only in a jax.shard_map with check_vma=False.
-
     With order="hilbert", the devices of a longer segment may have different numbers of tokens that take part. Each
     device then sends as many rows as the largest number, rounded up to a multiple of 8.
 

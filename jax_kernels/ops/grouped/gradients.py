@@ -168,6 +168,7 @@ def _weight_gradient_of(call: PlannedCall) -> Callable[[WeightGradientInputs], j
 
 
 def _run(call: PlannedCall, direction: str, inputs: Any) -> Any:
+    """Runs the call's implementation. direction: "forward" or "backward"."""
     function = getattr(IMPLEMENTATIONS[call.implementation], direction)
     return function(inputs, call.options, config=call.config, interpret=call.interpret)
 

@@ -254,6 +254,7 @@ CHUNK = 128  # tokens; the Hopper kernels take chunks of an array in place if th
 
 
 def _some_heads(first: int, count: int) -> HeadView:
+    """The HeadView of `count` consecutive heads, from head `first` on."""
     return HeadView(count=count, first=first, run=count, skip=0)
 
 

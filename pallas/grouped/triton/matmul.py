@@ -141,7 +141,10 @@ def _kernel(traits: Traits, inputs: InputRefs, tiles: Any, results: ResultRefs) 
 
 
 def _store(traits: Traits, tile: Tile, group: jax.Array, inputs: InputRefs, results: ResultRefs) -> None:
-    """Computes and stores a work tile of a group. The sums of group G, the rows past the last group, have no steps."""
+    """Computes and stores a work tile of a group.
+
+    Group index G marks rows past the last group: the loop has no steps for them, and they become 0.
+    """
     is_in_group = group < traits.groups
     of_weights = jnp.minimum(group, traits.groups - 1)
     steps = is_in_group.astype(jnp.int32) * pl.cdiv(traits.k, traits.block_k)

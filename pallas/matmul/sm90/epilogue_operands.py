@@ -68,7 +68,7 @@ def epilogue_blocks(traits: Traits) -> list[EpilogueBlock]:
 
 
 def _fills_of(traits: Traits, part: int) -> set[Index]:
-    """The epilogue's fills that have operands of a part."""
+    """The numbers of the fills of the epilogue's memory that hold operands of `part`."""
     first = part * traits.columns
     return {x.fill for x in epilogue_blocks(traits) if x.first <= first < x.first + x.width}
 
