@@ -1,4 +1,4 @@
-"""Linear and GatedMLP: PyTorch modules with this library"s matmul."""
+"""Linear and GatedMLP: PyTorch modules with this library's matmul."""
 
 from typing import Any
 

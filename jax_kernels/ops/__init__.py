@@ -1,1 +1,1 @@
-"""One file per op: its signature, its checks, its gradient and its table of implementations."""
+"""A file or folder for each op: its signature, its checks, its gradient and its table of implementations."""

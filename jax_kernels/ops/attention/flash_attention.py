@@ -1,4 +1,4 @@
-"""flash_attention. Its checks are in checks.py, its table in implementations.py, its gradient and vmap in vjp.py."""
+"""flash_attention. Its checks are in checks.py, its table in implementations/, its gradient and vmap in vjp.py."""
 
 import dataclasses
 from typing import Any, Literal, overload
