@@ -1,6 +1,6 @@
 """Flax: attention_fn for Flax's own modules, and nnx modules built on this library's kernels.
 
-Needs the `flax` extra. Nothing else in the library imports Flax.
+Needs the `flax` extra. Outside this package only `jax-kernels demo` imports Flax.
 """
 
 from jax_kernels.extras import require as _require
