@@ -95,7 +95,7 @@ def _constant(value: Any) -> Structure:
     if kind is types.FunctionType and not torch.compiler.is_compiling():
         value = function_identity.canonical_function(value)
     if hint := way_out(value):
-        raise TypeError(f"got {type_name(value)} among the arguments, want a torch.Tensor{hint}")
+        raise TypeError(f"args: got {type_name(value)}, want a torch.Tensor{hint}")
     return ("constant", kind, value, _parts(value))
 
 
@@ -119,8 +119,8 @@ def _part(whole: Any, value: Any) -> Structure:
     """The structure of a part of the constant `whole`. Raises TypeError if it is a tensor, or has one."""
     if isinstance(value, torch.Tensor):
         raise TypeError(
-            f"got a torch.Tensor inside of a {type(whole).__name__}, which is a constant; want it as an argument, "
-            "or in a tuple, list or dict"
+            f"args: got a torch.Tensor inside of a {type(whole).__name__}, which is a constant, want it as an "
+            "argument, or in a tuple, list or dict"
         )
     if isinstance(value, tuple | list):
         return (type(value), tuple(_part(whole, item) for item in value))

@@ -64,7 +64,7 @@ def check_hashable(call: ProgramKey | DynamicCall) -> None:
                 raise TypeError(
                     f"{name}: got {type_name(value)}, want a torch.Tensor or a hashable constant"
                 ) from error
-        raise TypeError(f"got an argument that is neither a tensor nor hashable: {error}") from error
+        raise TypeError(f"args: got an unhashable value, want torch.Tensors and hashable constants: {error}") from error
 
 
 def build_program(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
@@ -152,7 +152,7 @@ def _check(request: ProgramKey, function: Callable[..., Any]) -> torch.device:
     sparse, or the tensors are on several devices.
     """
     if not request.signatures:
-        raise ValueError("got no tensor among the arguments, want at least one: the function runs on its device")
+        raise ValueError("args: got no tensor, want at least one: the function runs on its device")
     first, *_ = request.signatures
     names = leaf_names(function, request.structure)
     for name, x in zip(names, request.signatures, strict=True):

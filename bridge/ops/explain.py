@@ -114,7 +114,7 @@ def benchmark_implementations(
         raise ValueError(f"implementation: got {kwargs['implementation']!r}, want none: all are timed")
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     if not tensors:
-        raise ValueError("got no tensor among the arguments, want at least one: its device is where the op runs")
+        raise ValueError("args: got no tensor, want at least one: the op runs on its device")
     first, *_ = tensors
     wanted = [x for x in tensors if x.requires_grad]
     if gradients and not wanted:
