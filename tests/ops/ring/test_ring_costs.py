@@ -121,5 +121,5 @@ def test_the_plan_has_the_predicted_times():
 
 def test_costs_are_positive():
     (row,) = SM90.ring
-    with pytest.raises(ValueError, match=r"self.link=0 must be above 0"):
+    with pytest.raises(ValueError, match=r"^RingCosts\.link=0 must be above 0"):
         dataclasses.replace(row.costs, link=0)

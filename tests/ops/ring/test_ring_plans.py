@@ -53,7 +53,7 @@ def test_block_specs_choose_the_sends_ahead():
         assert chosen(8, window=(4, 2), mask=masks.global_tokens(2)) == ("ring", 1)
         assert chosen(6, strategy="all_gather")[0] == "all_gather"
         assert chosen(6, sends_ahead=2) == ("ring", 2)
-    with pytest.raises(ValueError, match=r"self.permutes_up_to=-1 must be 0 or more"):
+    with pytest.raises(ValueError, match=r"^RingRow\.permutes_up_to=-1 must be 0 or more"):
         RingRow(costs=costs, permutes_up_to=-1)
 
 
