@@ -147,8 +147,9 @@ class DynamicMaskAttention(torch.nn.Module):
         if self.use_rotary:
             positions = torch.arange(x.shape[1], device=x.device)
             query, key = (rotary_embedding(y, positions, self.rope_theta) for y in (query, key))
-        steps = functional.softplus(self.dt_proj(value.flatten(2)).float())
-        bias = torch.exp(self.A.float() * steps).transpose(1, 2)[:, :, None]
+        # Contiguous, as torch.compile's trace of softplus's gradient assumes other strides for a transposed one.
+        steps = functional.softplus(self.dt_proj(value.flatten(2)).float().transpose(1, 2).contiguous())
+        bias = torch.exp(self.A.float()[:, None] * steps)[:, :, None]
         query, key, value, _, deterministic = as_torch_is_set(query, key, value)
         out = empty_attention(query, key, value, bias)
         if out is None:

@@ -128,6 +128,10 @@ def test_compiles_in_one_graph():
     torch.testing.assert_close(compiled(inputs(), SOME), attend(inputs(), SOME), atol=1e-5, rtol=0)
     with_mask = torch.compile(lambda x: ours(x, mask=masks.dense(SOME)), backend="aot_eager")
     torch.testing.assert_close(with_mask(inputs()), attend(inputs(), SOME), atol=1e-5, rtol=0)
+    gradients = [
+        torch.autograd.grad(f(inputs(), SOME).square().sum(), list(ours.parameters())) for f in (compiled, attend)
+    ]
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 def test_vmap_of_an_ensemble():
