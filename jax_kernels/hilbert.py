@@ -11,7 +11,6 @@ __all__ = ["hilbert_order", "invert_order"]
 
 
 @plain_arguments
-@functools.lru_cache(maxsize=32, typed=True)  # 1 and True are equal
 def hilbert_order(n: int) -> Int32[np.ndarray, " n"]:
     """The first n tokens, in the order of a Hilbert curve.
 
@@ -34,6 +33,12 @@ def hilbert_order(n: int) -> Int32[np.ndarray, " n"]:
         raise TypeError(f"n: got {type(n).__name__}, want an int")
     if n < 0:
         raise ValueError(f"n: got {n}, want at least 0")
+    return _hilbert_order(n)
+
+
+@functools.lru_cache(maxsize=32)
+def _hilbert_order(n: int) -> np.ndarray:
+    """hilbert_order(n) for a checked n."""
     bits = (int(max(n - 1, 0)).bit_length() + 1) // 2
     side = 1 << bits
     rest = np.arange(side * side, dtype=np.int64)

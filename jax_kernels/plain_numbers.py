@@ -75,13 +75,15 @@ def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[F
     """Returns a decorator: the keyword arguments of these names reach the function as Python's numbers.
 
     `explain` converts them likewise. NumPy scalars and known arrays without axes are converted. The TypeError for an
-    unknown argument gets a hint: see spelling.add_hint.
+    unknown argument gets a hint: see spelling.add_hint. A jax.ShapeDtypeStruct raises TypeError.
     """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
+                if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*args, *kwargs.values())):
+                    _refuse_shapes(function, args, kwargs)
                 return function(*args, **plain_options(names, kwargs))
             except TypeError as error:
                 add_hint(error, function)
@@ -91,6 +93,15 @@ def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[F
         return cast(Function, run)
 
     return decorate
+
+
+def _refuse_shapes(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Raises a TypeError that names the first argument that is a jax.ShapeDtypeStruct."""
+    names = (*zip(inspect.signature(function).parameters, args, strict=False), *kwargs.items())
+    for name, x in names:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            want = "want an array; jax_kernels.explain and jax.eval_shape take shapes without values"
+            raise TypeError(f"{name}: got a jax.ShapeDtypeStruct, {want}")
 
 
 def plain_arguments[Function: Callable[..., Any]](

@@ -142,7 +142,7 @@ def quantize(
         if x.ndim < 2:
             raise ValueError(f"x: got shape {x.shape}, want two axes or more, for {layout.format!r}")
         return _on_auto_axes(lambda given: _weights(given[0], layout, summed, scale_dtype), [x], _specs_of_rounded)
-    if (group_size, scale_dtype) != (None, None):
+    if group_size is not None or scale_dtype is not None:
         raise ValueError(f"group_size, scale_dtype: got a value with format {format!r}, want None")
     axis = -1 if axis is None else axis
     scaling = "tensor" if scaling is None else scaling
@@ -210,7 +210,7 @@ def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype:
     """The LowBit of low-bit weights, from quantize's arguments. Raises ValueError if they do not fit the format."""
     is_mx = LowBit(format=format, group=None).is_mx
     scalings = ("group",) if is_mx else ("group", "row")
-    if scaling not in (None, *scalings):
+    if scaling is not None and not (isinstance(scaling, str) and scaling in scalings):
         want = " or ".join(map(repr, scalings))
         raise ValueError(f"scaling: got {scaling!r} with format {format!r}, want {want}")
     if scale is not None:
@@ -232,7 +232,7 @@ def _dtype(dtype: Any) -> Any:
     """`dtype` as a numpy dtype; None if it is no dtype."""
     try:
         return jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: an array whose dtype NumPy lacks
         return None
 
 
@@ -330,7 +330,8 @@ def _check_float(dtype: Any) -> None:
     """Raises TypeError unless `dtype` is a float dtype."""
     found = _dtype(dtype)
     if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"dtype: got {dtype}, want a float dtype")
+        got = dtype if found is not None or isinstance(dtype, str) else type(dtype).__name__
+        raise TypeError(f"dtype: got {got}, want a float dtype")
 
 
 def _saturated(x: jax.Array, dtype: Any) -> jax.Array:

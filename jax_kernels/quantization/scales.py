@@ -26,7 +26,7 @@ SCALINGS = ("tensor", "row", "block")
 
 def check_scaling(scaling: Any) -> None:
     """Raises ValueError unless scaling is "tensor", "row" or "block"."""
-    if scaling not in SCALINGS:
+    if not isinstance(scaling, str) or scaling not in SCALINGS:
         raise ValueError(f"scaling: got {scaling!r}, want 'tensor', 'row' or 'block'")
 
 

@@ -47,7 +47,7 @@ def check(given: FlashArguments) -> tuple[AttentionRequest, AttentionInputs]:
     has_score_mod = score_mod is not None
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         score_mod = _traced(score_mod, has_pairs=0 not in scores)
-    if precision not in (None, "fp32", "tf32"):
+    if precision is not None and not (isinstance(precision, str) and precision in ("fp32", "tf32")):
         raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
     if precision is not None and query.dtype != jnp.float32:
         raise ValueError(f"precision: got {precision!r} with {query.dtype} inputs, want None: it is for float32 inputs")

@@ -18,8 +18,9 @@ from jax_kernels.masks import checks
 from jax_kernels.masks.presets import PRESETS
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.prepare_mask import prepare_mask
-from jax_kernels.ops.checks import checked_array
+from jax_kernels.ops.checks import check_names, checked_array
 from jax_kernels.plain_numbers import plain_of
+from jax_kernels.spelling import did_you_mean
 
 __all__ = ["CompiledAttention", "Speedup", "compile_attention"]
 
@@ -192,6 +193,10 @@ def compile_attention(
         raise ValueError(f"num_kv_heads: got {num_kv_heads}, want a divisor of num_heads {num_heads}")
     if not isinstance(pattern, str | masks.Mask):
         raise TypeError(f"pattern: got {type(pattern).__name__}, want the name of a preset or a masks.Mask")
+    if isinstance(pattern, str) and pattern not in PRESETS:
+        known = ", ".join(map(repr, PRESETS))
+        raise ValueError(f"pattern: got {pattern!r}, want one of {known}{did_you_mean(pattern, PRESETS)}")
+    check_names(implementation=implementation)
     if isinstance(pattern, masks.Mask) and options:
         raise TypeError(f"options: got {', '.join(options)} with a Mask, want none: only presets have options")
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(pattern)):
@@ -218,11 +223,16 @@ def _constant(name: str, option: Any) -> Any:
 def _dtype(x: Any) -> Any:
     try:
         dtype = None if x is None else jnp.dtype(x)  # NumPy reads None as float64
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: an array whose dtype NumPy lacks
         dtype = None
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise TypeError(f"dtype: got {repr(x) if dtype is None else dtype}, want bfloat16, float16 or float32")
+        raise TypeError(f"dtype: got {_text(x) if dtype is None else dtype}, want bfloat16, float16 or float32")
     return dtype
+
+
+def _text(x: Any) -> str:
+    """x in an error: a name or None as it is, else its type."""
+    return repr(x) if x is None or isinstance(x, str) else type(x).__name__
 
 
 def preset_mask(pattern: str, q_length: int, kv_length: int, options: dict[str, Any]) -> masks.Mask:

@@ -203,6 +203,8 @@ def _with_four_axes(name: str, x: Any, shape: tuple[int, int, int, int], kv_head
         return x
     if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(f"{name}: got {type(x).__name__}, want an array")
+    if not jax.dtypes.issubdtype(x.dtype, np.number) and x.dtype != bool:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want numbers")
     full = (1,) * (4 - x.ndim) + tuple(x.shape)
     batch, heads, q_length, kv_length = shape
     sizes = ((1, batch), (1, kv_heads, heads), (1, q_length), (1, kv_length))

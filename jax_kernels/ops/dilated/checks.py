@@ -96,7 +96,7 @@ def check(
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
     known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name != "cudnn")
-    if implementation == "cudnn":
+    if isinstance(implementation, str) and implementation == "cudnn":
         reason = f"it serves no branch: a branch's log-sum-exp has a gradient; want one of {known}"
         raise NotImplementedError(f"implementation='cudnn' cannot serve this dilated_attention: {reason}")
     if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:

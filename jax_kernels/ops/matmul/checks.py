@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
@@ -62,7 +63,7 @@ def check(
         fp8.check_device(dispatch.target_device(x), implementation)
         scaling = _one_of(scaling, of_x, of_w)
         scales = fp8.checked_scales(x, w, x_scale, w_scale, scaling, transpose_w)
-    elif (x_scale, w_scale, scaling) != (None, None, None):
+    elif any(given is not None for given in (x_scale, w_scale, scaling)):
         raise ValueError("x_scale, w_scale, scaling: got one without precision='fp8' or arrays of 8 bits, want None")
     default = jnp.dtype(jnp.bfloat16) if is_quantized else given
     out_dtype = default if out_dtype is None else checked_out_dtype(out_dtype)
@@ -136,6 +137,7 @@ def check_gated(
 
     In the arrays, w is w_gate and w_up is w_up. arguments: the other arguments of gated_matmul, by name.
     """
+    checks.check_flags(transpose_w=transpose_w)
     arguments |= {"x": x, "activation": activation, "transpose_w": transpose_w}
     if low_bit.layout_of(w_gate) is not None or low_bit.layout_of(w_up) is not None:
         return _check_gated_low_bit(w_gate, w_up, w_gate_scale, w_up_scale, arguments)
@@ -147,7 +149,7 @@ def check_gated(
     if (w_up.shape, w_up.dtype, of_up) != (w_gate.shape, w_gate.dtype, of_gate):
         got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
         raise ValueError(f"w_up: got {got}, want w_gate's dtype, shape and scaling: {want}")
-    got_shape, want_shape = (None if x is None else jnp.shape(x) for x in (up_scale, gate_scale))
+    got_shape, want_shape = (None if x is None else np.shape(x) for x in (up_scale, gate_scale))
     if got_shape != want_shape:
         raise ValueError(f"w_up_scale: got shape {got_shape}, want w_gate_scale's {want_shape}")
     with told_as("w_gate"):
@@ -296,10 +298,11 @@ def checked_out_dtype(dtype: Any) -> Any:
     """The argument out_dtype as a NumPy dtype. Raises TypeError unless it is bfloat16, float16 or float32."""
     try:
         found = jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: an array whose dtype NumPy lacks
         found = None
     if found not in checks.DTYPES:
-        raise TypeError(f"out_dtype: got {dtype}, want bfloat16, float16, float32 or None")
+        got = dtype if found is not None or isinstance(dtype, str) else type(dtype).__name__
+        raise TypeError(f"out_dtype: got {got}, want bfloat16, float16, float32 or None")
     return found
 
 

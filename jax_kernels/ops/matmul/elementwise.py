@@ -90,7 +90,8 @@ def _traced(activation: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:
     try:
         return jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(shape, jnp.float32))
     except Exception as error:
-        raise TypeError(f"activation: it raised {type(error).__name__} for a float32 argument: {error}") from error
+        got = f"it raised {type(error).__name__} for a float32 argument"
+        raise TypeError(f"activation: {got}, want an elementwise function: {error}") from error
 
 
 def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[str]]:

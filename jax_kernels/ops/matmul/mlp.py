@@ -140,6 +140,7 @@ def check(
     The options of the matmul with w_down follow from them.
     """
     checks.check_flags(transpose_w=transpose_w)
+    checks.check_names(precision=precision)
     if precision == "fp8":
         raise ValueError("precision: got 'fp8', want 'fp32', 'tf32' or None; gated_matmul and matmul take 'fp8'")
     if precision in ROUNDED:
