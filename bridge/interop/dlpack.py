@@ -148,11 +148,18 @@ def torch_device(argument: str, given: torch.device | str | int | None) -> torch
     """The torch.device, with an index for a GPU. An int is a GPU's index; None is the current GPU, or the CPU without
     one.
 
-    Raises ValueError, with the name `argument`, for "cuda" if PyTorch has no GPU.
+    Raises ValueError or TypeError, with the name `argument`, for a device that PyTorch does not know, and for "cuda" if
+    PyTorch has no GPU.
     """
+    want = "want a torch.device, its name, or the index of a GPU"
+    if isinstance(given, bool) or not isinstance(given, torch.device | str | int | None):
+        raise TypeError(f"{argument}: got {type(given).__name__}, {want}")
     if given is None:
         given = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    try:
+        found = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    except RuntimeError:
+        raise ValueError(f"{argument}: got {given!r}, {want}") from None
     if found.type != "cuda" or found.index is not None:
         return found
     if not torch.cuda.is_available():

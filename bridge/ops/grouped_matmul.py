@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge.interop.arguments import dtensors
-from jax_kernels.bridge.interop.arguments.plain_numbers import in_int32
+from jax_kernels.bridge.interop.arguments.plain_numbers import in_int32, plain_of
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.ops.matmul import (
@@ -20,6 +20,7 @@ from jax_kernels.bridge.ops.matmul import (
     without_gradient,
 )
 from jax_kernels.bridge.translate.activations import Activation, is_kept, name_of, with_functions
+from jax_kernels.ops.checks import check_flags
 from jax_kernels.ops.grouped import grouped_matmul as ops
 from jax_kernels.quantization import QuantizedArray, checked_scale, scale_shape
 from jax_kernels.spelling import with_name_hints
@@ -126,6 +127,8 @@ def grouped_matmul(
     if call and call.cached:
         return call.cached(call.tensors)
     check_tensors(x=x, w=w, group_sizes=group_sizes)
+    transpose_w = plain_of("transpose_w", transpose_w)
+    check_flags(transpose_w=transpose_w)
     check_optional_tensors(bias=bias, x_scale=x_scale, w_scale=w_scale, gather_indices=gather_indices)
     tensors = {"x": x, "w": w, "group_sizes": group_sizes, "bias": bias, "x_scale": x_scale, "w_scale": w_scale}
     tensors["gather_indices"] = gather_indices
@@ -198,6 +201,8 @@ def grouped_gated_matmul(
     if call and call.cached:
         return call.cached(call.tensors)
     check_tensors(x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes)
+    transpose_w = plain_of("transpose_w", transpose_w)
+    check_flags(transpose_w=transpose_w)
     check_optional_tensors(x_scale=x_scale, w_gate_scale=w_gate_scale, w_up_scale=w_up_scale)
     check_optional_tensors(gather_indices=gather_indices)
     tensors = {"x": x, "w_gate": w_gate, "w_up": w_up, "group_sizes": group_sizes, "gather_indices": gather_indices}

@@ -316,8 +316,9 @@ def without_gradient(scale: torch.Tensor | float | None) -> torch.Tensor | float
 
 def dtype_name(out_dtype: torch.dtype | None) -> str | None:
     """Returns the name of out_dtype, such as "bfloat16", or None for None. Raises TypeError for another dtype."""
-    if out_dtype is not None and out_dtype not in _NAMES:
-        raise TypeError(f"out_dtype: got {out_dtype}, want torch.bfloat16, torch.float16, torch.float32 or None")
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in _NAMES):
+        got = out_dtype if isinstance(out_dtype, torch.dtype | str) else type_name(out_dtype)
+        raise TypeError(f"out_dtype: got {got}, want torch.bfloat16, torch.float16, torch.float32 or None")
     return None if out_dtype is None else _NAMES[out_dtype]
 
 

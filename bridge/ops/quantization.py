@@ -211,8 +211,13 @@ def quantize(
     check_tensors(x=x)
     check_optional_tensors(scale=scale)
     axis, group_size = plain_of("axis", axis), plain_of("group_size", group_size)
-    if scale_dtype not in (None, torch.float32, torch.bfloat16):
-        raise ValueError(f"scale_dtype: got {scale_dtype}, want torch.float32, torch.bfloat16 or None")
+    if not isinstance(format, str):
+        raise ValueError(f"format: got {type(format).__name__}, want a name")
+    if scale_dtype is not None and (
+        not isinstance(scale_dtype, torch.dtype) or scale_dtype not in (torch.float32, torch.bfloat16)
+    ):
+        got = scale_dtype if isinstance(scale_dtype, torch.dtype | str) else type(scale_dtype).__name__
+        raise ValueError(f"scale_dtype: got {got}, want torch.float32, torch.bfloat16 or None")
     name = None if scale_dtype is None else _NAMES[scale_dtype]
     if format not in formats.FORMATS:
         options = {"scaling": scaling, "axis": axis, "scale": scale, "group_size": group_size, "scale_dtype": name}
@@ -239,6 +244,7 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     """
     if not isinstance(x, QuantizedTensor):
         raise TypeError(f"x: got {type(x).__name__}, want a bridge.QuantizedTensor")
-    if dtype not in _NAMES:
-        raise TypeError(f"dtype: got {dtype}, want torch.bfloat16, torch.float16 or torch.float32")
+    if not isinstance(dtype, torch.dtype) or dtype not in _NAMES:
+        got = dtype if isinstance(dtype, torch.dtype | str) else type(dtype).__name__
+        raise TypeError(f"dtype: got {got}, want torch.bfloat16, torch.float16 or torch.float32")
     return _dequantize(_stored(x), _NAMES[dtype])

@@ -15,6 +15,8 @@ from jax_kernels.masks.checks import FARTHEST
 __all__ = [
     "ATTENTION",
     "PLAIN",
+    "checked_flag",
+    "checked_number",
     "in_float32",
     "in_int32",
     "is_constant",
@@ -62,6 +64,22 @@ def plain_of(name: str, x: Any) -> Any:
     if any(isinstance(part, _SYMBOLS) for part in (value if is_several else [value])):  # in a graph of torch.compile
         raise TypeError(f"{name}: got a tensor in a graph, whose values are not known, want {want}")
     return tuple(value) if is_several else value
+
+
+def checked_flag(name: str, x: Any) -> bool:
+    """The option x as a bool: a scalar of Python, PyTorch, NumPy or JAX. Raises TypeError, naming it, for others."""
+    x = plain_of(name, x)
+    if not isinstance(x, bool):
+        raise TypeError(f"{name}: got {type(x).__name__}, want a bool")
+    return x
+
+
+def checked_number(name: str, x: Any) -> Any:
+    """The option x as a Python number; None stays None. Raises TypeError, naming it, unless it is a scalar or None."""
+    x = plain_of(name, x)
+    if not (x is None or isinstance(x, int | float | torch.SymInt | torch.SymFloat)):
+        raise TypeError(f"{name}: got {type(x).__name__}, want a number")
+    return x
 
 
 def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[str, Any]:

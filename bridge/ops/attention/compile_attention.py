@@ -16,6 +16,7 @@ from jax_kernels.bridge.ops.attention.prepare_mask import here
 from jax_kernels.bridge.translate import mask_sources
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import compile_attention as ops
+from jax_kernels.ops.checks import check_names
 
 __all__ = ["CompiledAttention", "compile_attention"]
 
@@ -155,11 +156,13 @@ def compile_attention(
     Raises:
       ValueError, TypeError, NotImplementedError: an unsupported argument, option or shape; the error names it.
     """
-    if dtype not in _DTYPES:
-        raise TypeError(f"dtype: got {dtype!r}, want torch.bfloat16, torch.float16 or torch.float32")
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+        got = repr(dtype) if isinstance(dtype, torch.dtype | str) else type(dtype).__name__
+        raise TypeError(f"dtype: got {got}, want torch.bfloat16, torch.float16 or torch.float32")
     for name, option in options.items():
         if isinstance(option, torch.Tensor):
             raise TypeError(f"{name}: got a torch.Tensor, want a constant; for a tensor, pass a masks.Mask")
+    check_names(implementation=implementation)
     place = dlpack.torch_device("device", device)
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device: got {place}, want a CPU or a CUDA device")

@@ -15,6 +15,7 @@ from jax_kernels.bridge.interop.arguments import dtensors
 from jax_kernels.bridge.interop.arguments.learned_scale import in_query
 from jax_kernels.bridge.interop.arguments.plain_numbers import ATTENTION, plain_options
 from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp
+from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.operators.call_cache import CachedCall
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
@@ -241,6 +242,7 @@ def block_sparse_attention(
         keep, is_valid = float_masks.as_bool("block_mask", block_mask)
         results = block_sparse_attention(query, key, value, keep, block_size=block_size, **arguments)
         return float_masks.or_nan(results, is_valid)
+    check_tensors(query=query)
     if not isinstance(block_mask, Mask):
         check_tensor("block_mask", block_mask, query)
         if block_mask.dtype != torch.bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge.interop.arguments import dtensors
-from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of
+from jax_kernels.bridge.interop.arguments.plain_numbers import checked_flag, checked_number, plain_of
 from jax_kernels.bridge.jax_functions.api import from_jax
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.attention.argument_aliases import check_mask_shape
@@ -161,7 +161,9 @@ def flash_dmattn_func(
     Raises NotImplementedError for return_attn_probs, TypeError if an argument is given by two names, and the errors of
     bridge.dynamic_mask_attention.
     """
-    if return_attn_probs:
+    softcap, flags = checked_number("softcap", softcap), {"deterministic": deterministic, "is_causal": is_causal}
+    deterministic, is_causal = (None if x is None else checked_flag(name, x) for name, x in flags.items())
+    if return_attn_probs is not None and checked_flag("return_attn_probs", return_attn_probs):
         raise NotImplementedError("return_attn_probs: got True, want False: attention weights are never stored")
     for name, x, own, other in (("attn_mask", attn_mask, "mask", mask), ("attn_bias", attn_bias, "bias", bias)):
         if x is not None and other is not None:
@@ -174,16 +176,19 @@ def flash_dmattn_func(
         if mask is not None:
             check_mask_shape("mask", mask, query, key)
             return dynamic_mask_attention(query, key, value, mask, bias, **options)
-        return flash_attention(query, key, value, bias=_of_heads(bias, query), **options)
+        return flash_attention(query, key, value, bias=_of_heads(bias, query, key), **options)
     except (TypeError, ValueError) as error:
         rename(error, **names)
         raise
 
 
-def _of_heads(bias: Any, query: torch.Tensor) -> torch.Tensor | None:
+def _of_heads(bias: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """Returns a bias [B, Hkv, T, S] as [B, H, T, S], repeated for its query heads; other biases unchanged."""
-    is_of_keys = isinstance(bias, torch.Tensor) and bias.ndim == 4 and bias.shape[1] not in (0, 1, query.shape[2])
-    return bias.repeat_interleave(query.shape[2] // bias.shape[1], dim=1) if is_of_keys else bias
+    heads, kv_heads = query.shape[2], key.shape[2]
+    is_dense = isinstance(bias, torch.Tensor) and bias.layout == torch.strided
+    if not is_dense or bias.ndim != 4 or bias.shape[1] != kv_heads or kv_heads in (0, 1, heads) or heads % kv_heads:
+        return bias
+    return bias.repeat_interleave(heads // kv_heads, dim=1)
 
 
 def options_of(
@@ -199,11 +204,12 @@ def options_of(
     They are scale, is_causal, window (None for no limit on either side), softcap (None for 0) and deterministic (None
     for False). Raises NotImplementedError for dropout, TypeError for a window_size that is no pair.
     """
-    if not isinstance(window_size, tuple):
-        window_size = plain_of("window_size", window_size)
-    if dropout_p:
+    window_size = plain_of("window_size", window_size)
+    softcap, deterministic = checked_number("softcap", softcap), checked_flag("deterministic", deterministic)
+    if checked_number("dropout_p", dropout_p):
         raise NotImplementedError(f"dropout_p: got {dropout_p}, want 0: attention weights are never stored")
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+    is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if not is_pair or not all(isinstance(side, int) for side in window_size):
         raise TypeError(f"window_size: got {window_size!r}, want (left, right), -1 for no limit")
     left, right = window_size
     return {

@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import torch
 
 from jax_kernels.bridge.interop.arguments import dtensors
-from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of
+from jax_kernels.bridge.interop.arguments.plain_numbers import checked_flag, plain_of
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.attention.attention_types import Outputs
 from jax_kernels.bridge.ops.decoding.decode_attention import decode_attention
@@ -15,7 +15,6 @@ from jax_kernels.bridge.ops.drop_in.kvcache_arguments import (
     check_int32,
     check_no_gradient,
     checked_cache,
-    checked_flag,
     checked_lengths,
     checked_new,
     checked_rotary,

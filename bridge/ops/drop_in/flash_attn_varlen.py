@@ -114,6 +114,8 @@ def flash_attn_varlen_func(
             raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want torch.int32 [sequences + 1]")
     max_seqlen_q = _checked_longest("q", cu_seqlens_q, max_seqlen_q)
     max_seqlen_k = _checked_longest("k", cu_seqlens_k, max_seqlen_k)
+    if alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes, q)
     if len(cu_seqlens_q) == 1:  # without sequences the slopes have no effect
         cu_seqlens_k, alibi_slopes = cu_seqlens_q, None
     is_aligned = cu_seqlens_q is cu_seqlens_k or not (causal or alibi_slopes is not None or options["window"])

@@ -8,6 +8,7 @@ import torch
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
 from jax_kernels.bridge.interop.arguments.learned_scale import in_query
+from jax_kernels.bridge.interop.arguments.plain_numbers import checked_flag, checked_number
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
@@ -124,9 +125,12 @@ def flex_attention(
       ValueError: shapes do not fit together, a tensor is nested, or a name in kernel_options is unknown.
       Errors of flash_attention, too: its gradient cannot be differentiated again.
     """
+    enable_gqa, return_lse = checked_flag("enable_gqa", enable_gqa), checked_flag("return_lse", return_lse)
     _check(query, key, value, block_mask, enable_gqa, kernel_options)
+    if not (return_aux is None or all(hasattr(return_aux, name) for name in ("lse", "max_scores"))):
+        raise TypeError(f"return_aux: got {type(return_aux).__name__}, want an AuxRequest or None")
     query, scale = in_query(query, scale)
-    scale = scale if scale is None else float(scale)
+    scale = checked_number("scale", scale)
     if return_lse and return_aux is not None:
         raise ValueError("return_lse, return_aux: got both, want one of them")
     options: dict[str, Any] = {
@@ -229,6 +233,8 @@ def _check(
         raise ValueError(
             f"block_mask: got one on {block_mask.kv_num_blocks.device}, want query's device {query.device}"
         )
+    if not (kernel_options is None or isinstance(kernel_options, dict)):
+        raise TypeError(f"kernel_options: got {type(kernel_options).__name__}, want FlexKernelOptions or None")
     for name in kernel_options or ():
         if name.removeprefix("fwd_").removeprefix("bwd_") not in torch_flex.option_names():
             raise ValueError(f"kernel_options: got {name!r}, want names of FlexKernelOptions")

@@ -16,7 +16,6 @@ __all__ = [
     "check_int32",
     "check_no_gradient",
     "checked_cache",
-    "checked_flag",
     "checked_lengths",
     "checked_new",
     "checked_rotary",
@@ -130,13 +129,6 @@ def check_no_gradient(**tensors: torch.Tensor | None) -> None:
                 f"{name}: got a tensor that requires a gradient, want none: attention to a cache has no gradient; call "
                 "it under torch.no_grad()"
             )
-
-
-def checked_flag(name: str, x: Any) -> bool:
-    x = plain_of(name, x)
-    if not isinstance(x, bool):
-        raise TypeError(f"{name}: got {type(x).__name__}, want a bool")
-    return x
 
 
 def check_int32(name: str, x: Any, q: torch.Tensor, shape: tuple[int | None, ...]) -> None:

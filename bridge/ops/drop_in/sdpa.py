@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.plain_numbers import checked_flag, checked_number
 from jax_kernels.bridge.interop.import_hooks import when_imported
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.ops import symbolic_trace
@@ -85,6 +86,10 @@ def scaled_dot_product_attention(
             q_offset = attn_mask.seq_len_kv - attn_mask.seq_len_q
         _check_lengths(attn_mask, query, key)
         attn_mask, is_causal = None, True
+    if type(enable_gqa) is not bool:
+        enable_gqa = checked_flag("enable_gqa", enable_gqa)
+    if type(dropout_p) is not float:
+        dropout_p = checked_number("dropout_p", dropout_p)
     reason = fallback.reason_of(query, max(query.shape[-1], value.shape[-1]), dropout_p)
     if reason is not None or query.device.type == "meta" or 0 in (*query.shape, *key.shape, *value.shape):
         if reason is not None:
@@ -191,8 +196,10 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 def _number(scale: torch.Tensor | float | None) -> float | None:
     """Returns `scale` as a number or None. A bool and a tensor with one element are accepted, as by PyTorch's function.
 
-    Raises TypeError for a tensor that requires a gradient.
+    Raises TypeError for a tensor that requires a gradient, or has several elements.
     """
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        raise TypeError(f"scale: got a tensor of shape {tuple(scale.shape)}, want a number")
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise TypeError("scale: got a tensor that requires a gradient, want a number; multiply query by it")
     return float(scale) if isinstance(scale, torch.Tensor | bool) else scale
