@@ -52,7 +52,9 @@ def check_generation(
         raise ValueError(f"key: got None with temperature={temperature}, want a jax.random.key")
     if key is not None and not _is_key(key):
         raise TypeError(f"key: got {key!r}, want a jax.random.key")
-    lengths = jnp.full((batch,), length, jnp.int32) if lengths is None else jnp.asarray(lengths)
+    if lengths is None:
+        lengths = jnp.full((batch,), length, jnp.int32)
+    lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths: got {lengths.dtype} {lengths.shape}, want integers [batch] = ({batch},)")
     if not isinstance(lengths, jax.core.Tracer) and batch:
