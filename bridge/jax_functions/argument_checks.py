@@ -80,7 +80,7 @@ def check_precision(precision: str | None, wanted: tuple[str, ...] | None = None
     from jax_kernels.ops.matmul.checks import PRECISIONS
 
     names = PRECISIONS if wanted is None else wanted
-    if precision is not None and precision not in names:
+    if precision is not None and not (isinstance(precision, str) and precision in names):
         raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, names))} or None")
 
 

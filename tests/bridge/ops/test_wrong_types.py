@@ -111,3 +111,9 @@ def test_bias_of_another_number_of_heads(heads):
     query, key = ones(1, 8, 4, 16), ones(1, 8, 4, 16)
     with pytest.raises(ValueError, match=rf"^attn_bias: got shape \(1, {heads}, 8, 8\), want"):
         bridge.flash_dmattn_func(query, key, key, attn_bias=ones(1, heads, 8, 8))
+
+
+@pytest.mark.parametrize("module", ["Linear", "GatedMLP", "QuantizedLinear"])
+def test_module_with_an_array_as_precision(module):
+    with pytest.raises(ValueError, match=r"^precision: got array\("):
+        getattr(bridge.nn, module)(32, 64, precision=np.ones(3))
