@@ -205,7 +205,8 @@ def options_of(
     for False). Raises NotImplementedError for dropout, TypeError for a window_size that is no pair.
     """
     window_size = plain_of("window_size", window_size)
-    softcap, deterministic = checked_number("softcap", softcap), checked_flag("deterministic", deterministic)
+    softcap = checked_number("softcap", softcap)
+    deterministic = deterministic is not None and checked_flag("deterministic", deterministic)
     if checked_number("dropout_p", dropout_p):
         raise NotImplementedError(f"dropout_p: got {dropout_p}, want 0: attention weights are never stored")
     is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2

@@ -117,3 +117,7 @@ def test_bias_of_another_number_of_heads(heads):
 def test_module_with_an_array_as_precision(module):
     with pytest.raises(ValueError, match=r"^precision: got array\("):
         getattr(bridge.nn, module)(32, 64, precision=np.ones(3))
+
+
+def test_deterministic_of_none_is_false():
+    torch.testing.assert_close(bridge.flash_attn_func(**FLASH_ATTN, deterministic=None), ones(2, 8, 2, 16))
