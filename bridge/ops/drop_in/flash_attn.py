@@ -209,9 +209,10 @@ def options_of(
     deterministic = deterministic is not None and checked_flag("deterministic", deterministic)
     if checked_number("dropout_p", dropout_p):
         raise NotImplementedError(f"dropout_p: got {dropout_p}, want 0: attention weights are never stored")
-    is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if not is_pair or not all(isinstance(side, int) for side in window_size):
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"window_size: got {window_size!r}, want (left, right), -1 for no limit")
+    if not all(isinstance(side, int) for side in window_size):
+        raise TypeError(f"window_size: got {window_size!r}, want an int for each side, -1 for no limit")
     left, right = window_size
     return {
         "scale": softmax_scale,

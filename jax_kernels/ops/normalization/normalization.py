@@ -320,8 +320,8 @@ def _check(
         raise ValueError(f"eps: got {eps}, want a number of 0 or more")
     if scale_offset is None or (scale_offset and scale is None):
         raise ValueError(f"scale_offset: got {scale_offset} with scale={scale}, want 0.0, or a scale to add it to")
-    checks.check_names(quantize=quantize, implementation=implementation)
-    if quantize is not None and quantize not in tuple(FORMATS):
+    checks.check_names(implementation=implementation)
+    if quantize is not None and not (isinstance(quantize, str) and quantize in FORMATS):
         raise ValueError(f"quantize: got {quantize!r}, want 'e4m3', 'e5m2' or None")
     request = NormRequest(
         op=op,

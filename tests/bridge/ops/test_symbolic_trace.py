@@ -149,7 +149,7 @@ FUNCTIONS = {
         lambda self, x: bridge.dilated_attention(x, x, x, segment_lengths=(4,), dilation_rates=(1,)), "query",
     ),
     "quantize": (lambda self, x: bridge.quantize(x), "x"),
-    "from_jax": (lambda self, x: doubled(x), "got"),
+    "from_jax": (lambda self, x: doubled(x), "args: got"),
 }  # fmt: skip
 
 

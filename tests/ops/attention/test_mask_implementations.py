@@ -46,7 +46,6 @@ SPARSE: dict[str, dict[str, Any]] = {
     "function": {"mask": masks.from_function(lambda b, h, q, k: (q + k) % 3 == 0)},
 }
 WITH: dict[str, dict[str, Any]] = {
-    "bias": {"mask": OTHER, "bias": shaped(1, H, T, T)},
     "score_mod": {"mask": OTHER, "score_mod": slopes},
     "score_mod of an array": {"mask": bools(B, 1, T, T), "score_mod": slopes},
     "sinks": {"mask": OTHER, "sinks": shaped(H, dtype=jnp.float32), "softcap": 30.0},
@@ -64,7 +63,10 @@ FLASH: dict[str, list[dict[str, Any]]] = {
     "an array with rows for queries": [{"mask": bools(B, 1, T, T)}],
     "an array of keys": [{"mask": bools(B, 1, 1, T)}],
     "any other Mask": list(SPARSE.values()),
-    "any other Mask with a bias, a score_mod, sinks, or `deterministic=True`": list(WITH.values()),
+    "any other Mask with a score_mod, sinks, or `deterministic=True`": list(WITH.values()),
+    "any other Mask with a bias": [
+        {"mask": OTHER, "bias": shaped(1, H, T, T, dtype=dtype)} for dtype in (jnp.bfloat16, jnp.float32)
+    ],
 }
 DYNAMIC = [
     {"mask": bools(B, KV_HEADS, T, T), "bias": shaped(B, KV_HEADS, T, T)},
