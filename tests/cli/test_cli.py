@@ -203,8 +203,8 @@ def test_explain_matmuls(run, op, options):
     assert (code, err) == (0, "")
     assert out.startswith(f"{op}: mosaic_gpu (asked for by name)\n  device: NVIDIA H200\n  blocks: ")
     if options:
-        told = "precision: got 8 bits on NVIDIA A100-SXM4-80GB, which has no 8-bit matmuls, want an Ada"
-        assert_one_line(run(*arguments, "a100"), told)
+        message = "precision: got 8 bits on NVIDIA A100-SXM4-80GB, which has no 8-bit matmuls, want an Ada"
+        assert_one_line(run(*arguments, "a100"), message)
 
 
 @pytest.mark.parametrize(
