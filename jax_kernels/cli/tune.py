@@ -62,17 +62,11 @@ class _Bar:
         self.progress.update(self.task, total=1, completed=1)
 
 
-class _Lines:
+class _Lines(session.Silent):
     """A line on stderr for each call that begins, where no bar shows that the command is at work."""
 
     def begin(self, text: str, steps: int) -> None:
         print(f"{text}: timing at most {steps} candidates of a call", file=sys.stderr, flush=True)
-
-    def step(self, text: str) -> None:
-        pass
-
-    def end(self, result: TunedCall) -> None:
-        pass
 
 
 @contextlib.contextmanager

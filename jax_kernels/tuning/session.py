@@ -18,7 +18,7 @@ from jax_kernels.tuned.winners import Winner
 from jax_kernels.tuning import timers
 from jax_kernels.tuning.measure import Measurement, NothingToTuneError, Settings
 
-__all__ = ["Progress", "TunedCall", "filled", "tune", "without_trace"]
+__all__ = ["Progress", "Silent", "TunedCall", "filled", "tune", "without_trace"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,9 @@ class Progress(Protocol):
         """The call ends."""
 
 
-class _Silent:
+class Silent:
+    """A Progress that shows nothing."""
+
     def begin(self, text: str, steps: int) -> None:
         pass
 
@@ -241,7 +243,7 @@ def tune(
         raise ModuleNotFoundError(
             "tune needs the package platformdirs: pip install 'jax-kernels[cli]'", name="platformdirs"
         )
-    session = _Session(gradients, seconds, prune, progress or _Silent())
+    session = _Session(gradients, seconds, prune, progress or Silent())
     with tuned_by(session):
         yield session.results
     session.finish()

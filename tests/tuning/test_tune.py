@@ -398,7 +398,7 @@ def test_candidates_that_the_cost_model_leaves_out(monkeypatch):
     """They are neither compiled nor timed, and the progress does not count them."""
     steps = []
 
-    class Progress(session._Silent):
+    class Progress(session.Silent):
         def begin(self, text, steps_):
             steps.append(steps_)
 
