@@ -1,4 +1,4 @@
-"""Converts options to Python's numbers: from NumPy scalars, and from arrays without axes whose values are known."""
+"""Converts options to Python's numbers, from NumPy scalars and known arrays without axes; and options to dtypes."""
 
 import functools
 import inspect
@@ -16,6 +16,8 @@ __all__ = [
     "DILATED",
     "PLAIN",
     "SEQUENCES",
+    "dtype_of",
+    "dtype_text",
     "plain",
     "plain_arguments",
     "plain_of",
@@ -82,11 +84,11 @@ def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[F
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*args, *kwargs.values())):
-                    _refuse_shapes(function, args, kwargs)
                 return function(*args, **plain_options(names, kwargs))
-            except TypeError as error:
-                add_hint(error, function)
+            except Exception as error:
+                _refuse_shapes(function, args, kwargs, error)
+                if isinstance(error, TypeError):
+                    add_hint(error, function)
                 raise
 
         run.plain_numbers = names  # type: ignore[attr-defined]
@@ -95,13 +97,28 @@ def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[F
     return decorate
 
 
-def _refuse_shapes(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raises a TypeError that names the first argument that is a jax.ShapeDtypeStruct."""
+def _refuse_shapes(function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> None:
+    """Raises a TypeError that names the first argument that is a jax.ShapeDtypeStruct. error: of the call."""
     names = (*zip(inspect.signature(function).parameters, args, strict=False), *kwargs.items())
     for name, x in names:
         if isinstance(x, jax.ShapeDtypeStruct):
             want = "want an array; jax_kernels.explain and jax.eval_shape take shapes without values"
-            raise TypeError(f"{name}: got a jax.ShapeDtypeStruct, {want}")
+            raise TypeError(f"{name}: got a jax.ShapeDtypeStruct, {want}") from error
+
+
+def dtype_of(x: Any) -> np.dtype | None:
+    """The option x as a dtype; None if it is no dtype. As in NumPy, None is float64."""
+    try:
+        return jnp.dtype(x)
+    except (TypeError, ValueError):  # ValueError: an array whose dtype NumPy lacks
+        return None
+
+
+def dtype_text(x: Any) -> str:
+    """The option x in an error about dtypes: a dtype's name, None or another string as it is, else its type."""
+    if x is None or (found := dtype_of(x)) is None:
+        return repr(x) if x is None or isinstance(x, str) else type(x).__name__
+    return str(found)
 
 
 def plain_arguments[Function: Callable[..., Any]](

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Num
 
-from jax_kernels.plain_numbers import plain, plain_of
+from jax_kernels.plain_numbers import dtype_of, dtype_text, plain, plain_of
 from jax_kernels.quantization import formats, scale_blocks
 from jax_kernels.quantization.formats import LowBit
 from jax_kernels.quantization.scales import (
@@ -221,19 +221,11 @@ def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype:
     if group_size is not None and (type(group_size) is not int or group_size not in sizes):
         want = f"None or one of {', '.join(map(str, sizes))}" if sizes else "None"
         raise ValueError(f"group_size: got {group_size!r} with format {format!r}, want {want}")
-    if scale_dtype is not None and (is_mx or _dtype(scale_dtype) not in (jnp.float32, jnp.bfloat16)):
+    if scale_dtype is not None and (is_mx or dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16)):
         want = "None" if is_mx else "float32, bfloat16 or None"
         raise ValueError(f"scale_dtype: got {scale_dtype} with format {format!r}, want {want}")
     group = formats.MX_BLOCK if is_mx else None if scaling == "row" else group_size or 128
     return LowBit(format=format, group=group)
-
-
-def _dtype(dtype: Any) -> Any:
-    """`dtype` as a numpy dtype; None if it is no dtype."""
-    try:
-        return jnp.dtype(dtype)
-    except (TypeError, ValueError):  # ValueError: an array whose dtype NumPy lacks
-        return None
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
@@ -328,10 +320,9 @@ def _wide(x: QuantizedArray, dtype: Any) -> jax.Array:
 
 def _check_float(dtype: Any) -> None:
     """Raises TypeError unless `dtype` is a float dtype."""
-    found = _dtype(dtype)
+    found = dtype_of(dtype)
     if found is None or not jnp.issubdtype(found, jnp.floating):
-        got = dtype if found is not None or isinstance(dtype, str) else type(dtype).__name__
-        raise TypeError(f"dtype: got {got}, want a float dtype")
+        raise TypeError(f"dtype: got {dtype_text(dtype)}, want a float dtype")
 
 
 def _saturated(x: jax.Array, dtype: Any) -> jax.Array:

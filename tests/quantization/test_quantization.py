@@ -76,7 +76,7 @@ def test_bad_arguments():
             lambda: quantize(x, "int4", group_size=128.0),
         ),
         "x: got": (TypeError, lambda: quantize(quantize(x))),
-        "dtype: got <class 'jax.numpy.int8'>, want a float dtype": (
+        "dtype: got int8, want a float dtype": (
             TypeError,
             lambda: dequantize(quantize(x), jnp.int8),
         ),

@@ -19,7 +19,7 @@ from jax_kernels.masks.presets import PRESETS
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.prepare_mask import prepare_mask
 from jax_kernels.ops.checks import check_names, checked_array
-from jax_kernels.plain_numbers import plain_of
+from jax_kernels.plain_numbers import dtype_of, dtype_text, plain_of
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["CompiledAttention", "Speedup", "compile_attention"]
@@ -221,18 +221,10 @@ def _constant(name: str, option: Any) -> Any:
 
 
 def _dtype(x: Any) -> Any:
-    try:
-        dtype = None if x is None else jnp.dtype(x)  # NumPy reads None as float64
-    except (TypeError, ValueError):  # ValueError: an array whose dtype NumPy lacks
-        dtype = None
+    dtype = None if x is None else dtype_of(x)
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise TypeError(f"dtype: got {_text(x) if dtype is None else dtype}, want bfloat16, float16 or float32")
+        raise TypeError(f"dtype: got {dtype_text(x)}, want bfloat16, float16 or float32")
     return dtype
-
-
-def _text(x: Any) -> str:
-    """x in an error: a name or None as it is, else its type."""
-    return repr(x) if x is None or isinstance(x, str) else type(x).__name__
 
 
 def preset_mask(pattern: str, q_length: int, kv_length: int, options: dict[str, Any]) -> masks.Mask:

@@ -17,6 +17,7 @@ from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.matmul import fp8, low_bit
 from jax_kernels.ops.matmul.elementwise import check_elementwise
 from jax_kernels.ops.matmul.implementations import MatmulRequest, request_of
+from jax_kernels.plain_numbers import dtype_of, dtype_text
 from jax_kernels.quantization import QuantizedArray
 
 __all__ = [
@@ -296,13 +297,9 @@ def checked_residual(residual: Any, out_dtype: Any, shape: tuple[int, ...]) -> A
 
 def checked_out_dtype(dtype: Any) -> Any:
     """The argument out_dtype as a NumPy dtype. Raises TypeError unless it is bfloat16, float16 or float32."""
-    try:
-        found = jnp.dtype(dtype)
-    except (TypeError, ValueError):  # ValueError: an array whose dtype NumPy lacks
-        found = None
+    found = dtype_of(dtype)
     if found not in checks.DTYPES:
-        got = dtype if found is not None or isinstance(dtype, str) else type(dtype).__name__
-        raise TypeError(f"out_dtype: got {got}, want bfloat16, float16, float32 or None")
+        raise TypeError(f"out_dtype: got {dtype_text(dtype)}, want bfloat16, float16, float32 or None")
     return found
 
 
