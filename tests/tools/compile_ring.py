@@ -4,7 +4,7 @@
 
 MODE: "fwd" or "both". halo: with halos of neighbouring tokens, under a window of 1,024. sides: under a window of 6,000
 before and after each token. masked: under a mask as data. documents: three packed documents in a DocumentLayout.
-"beside": for each collective permute, the number of kernels that begin between its start and its end; 0 if none
+"beside": for each permute or group of permutes, the number of kernels that begin between its start and end; 0 if none
 overlaps. "detached": arguments that a kernel changes in place, but that XLA passes as a part of another array.
 "temporary": MiB.
 """
@@ -93,11 +93,11 @@ def main(devices: str, mode: str, *words: str) -> None:
     entry = program.as_text().split("\nENTRY", 1)[1].splitlines()
     beside, in_flight, kernels = [], {}, 0
     for line in entry:
-        if started := re.search(r"%([\w.-]+) = \(.*\) collective-permute-start\(", line):
+        if started := re.search(r"%([\w.-]+) = \(.*\) (?:collective-permute|async)-start\(", line):
             in_flight[started[1]] = kernels
         elif re.search(r"(custom-call|fusion)\(", line) and ("mosaic_gpu" in line or "dynamic_slice_fusion" in line):
             kernels += 1
-        elif ended := re.search(r"collective-permute-done\(.*?%([\w.-]+)\)", line):
+        elif ended := re.search(r"(?:collective-permute|async)-done\(.*?%([\w.-]+)\)", line):
             beside.append(kernels - in_flight.pop(ended[1]))
         elif " collective-permute(" in line:
             beside.append(0)

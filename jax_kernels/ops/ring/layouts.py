@@ -309,6 +309,11 @@ class Layout:
         """The number of a device's tokens, from its first on, whose keys and values other devices need."""
         return self.length if self.documents is None else self.documents.shared
 
+    @property
+    def sends_all(self) -> bool:
+        """Whether a forward sends the keys and values of all of a device's tokens, also if no device needs them."""
+        return self.documents is None or self.documents.sends_all
+
     def ids_of_step(self, step: int, index: Any, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
         """The segment ids of a step's queries and keys, from the ids of both devices' tokens. -1 is no segment.
 

@@ -14,6 +14,7 @@ from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.ops.attention.vjp import attention_forward, attention_gradients
 from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.pallas.attention.passes import row_norms
+from jax_kernels.pallas.attention.sm90.forward.launch import reads_key_norms
 
 __all__ = [
     "BackwardInputs",
@@ -22,6 +23,7 @@ __all__ = [
     "adds_dquery",
     "forward_onto",
     "gradients_onto",
+    "key_norms",
     "log_sum",
     "merged",
     "merged_exactly",
@@ -36,10 +38,9 @@ WIDEST_JOINED = 128
 class Pair(NamedTuple):
     """Keys and values, or their gradients, [B, T, Hkv, D] each, that devices send together.
 
-    arrays: (key, value), or one array [2, B, T, Hkv, D] with both, which `of` makes if the shapes are equal.
-    XLA hides only one collective at a time behind a kernel, so that one array is better than two. A kernel reads its
-    half of the array in place. The halves have an axis of their own: if they were halves of the batch axis, devices
-    that shard the batch would have to exchange them.
+    arrays: (key, value), or one array [2, B, T, Hkv, D] with both, which `of` makes if the shapes are equal. A kernel
+    reads its half of the array in place, and writes both gradients as one array. The halves have an axis of their own:
+    if they were halves of the batch axis, devices that shard the batch would have to exchange them.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -73,11 +74,13 @@ def _has_auto_axis() -> bool:
 class Visitors(NamedTuple):
     """One device's keys, values and segment ids, which travel round the ring to the other devices.
 
-    segment_ids: int32 [B, T], or None.
+    segment_ids: int32 [B, T], or None. key_norms: float32 [B, Hkv], the largest squared norm of a key of each head;
+    None if the kernels do not read it.
     """
 
     pair: Pair
     segment_ids: Any
+    key_norms: Any = None
 
 
 class BackwardInputs(NamedTuple):
@@ -129,6 +132,19 @@ def merged_exactly(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Arra
     lse_lo = jnp.where(is_dead, 0, log + (highest - lse))
     weights = [(share / total).swapaxes(1, 2)[..., None] for share in shares]
     return one[0] * weights[0] + other[0] * weights[1], jnp.where(is_dead, -jnp.inf, lse), lse_lo
+
+
+def key_norms(planned: Any, inputs: AttentionInputs) -> jax.Array | None:
+    """The largest squared norm of a key of each head, float32 [B, Hkv], for a planned call without a mask.
+
+    None if the call does not read it: if its kernel would not use it, with another implementation than "mosaic_gpu",
+    and if XLA may partition the call.
+    """
+    if planned.implementation != "mosaic_gpu" or is_partitioned():
+        return None
+    if not reads_key_norms(inputs, planned.options, planned.config.forward):
+        return None
+    return row_norms.longest(inputs.key, interpret=planned.interpret)
 
 
 def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:

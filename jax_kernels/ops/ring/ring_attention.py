@@ -166,9 +166,10 @@ def ring_attention(
         "striped" (every n-th token from i on) or "contiguous". Under a causal mask the first two give all devices equal
         work. None is "zigzag", as in shard_sequence; but "contiguous" if the order of the tokens has no effect, i.e.
         without is_causal, window, mask, bias and score_mod. A DocumentLayout gives the devices equal work on packed
-        documents: steps in which no document is shared are skipped, and only keys of cut documents are sent. Its
-        `steps` is the same in a hashable form. "documents" is any DocumentLayout: nothing is skipped. These three need
-        the DocumentLayout's segment_ids and strategy "ring" or "auto", without mask, window, score_mod and bias.
+        documents: steps in which no document is shared are skipped. Only keys of cut documents are sent, or all keys
+        if the kernels take much longer than this send. Its `steps` is the same in a hashable form. "documents" is any
+        DocumentLayout: nothing is skipped. These three need the DocumentLayout's segment_ids and strategy "ring" or
+        "auto", without mask, window, score_mod and bias.
       strategy: "ring": as above. "halo": under a window, each device gets only the keys and values of its neighbours
         that the window reaches. On both sides, the window may reach at most one run of tokens. A run is all of a
         device's tokens with "contiguous", half of them with "zigzag"; "striped" has none. "halo" takes no mask,

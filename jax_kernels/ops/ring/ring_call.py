@@ -10,6 +10,7 @@ from jax import lax
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.partial_results import Pair, Visitors
 from jax_kernels.ops.ring.planning.costs import Prediction
+from jax_kernels.ops.ring.sends import sent, sent_together
 from jax_kernels.ops.ring.steps import Step
 
 __all__ = ["RingArrays", "RingCall"]
@@ -58,11 +59,19 @@ class RingCall:
     options: tuple[tuple[str, Any], ...]
     predictions: tuple[Prediction, ...] = ()
 
-    def sendable(self, arrays: RingArrays) -> Visitors:
-        """The Visitors that this device sends: its keys, values and ids, without the tokens that no device needs."""
+    def sendable(self, arrays: RingArrays, *, in_backward: bool = False) -> Visitors:
+        """The Visitors that this device sends: its keys, values and ids.
+
+        They are without the tokens that no device needs, unless the layout sends all keys and values. in_backward:
+        never with these tokens, because float32 gradients of the sent keys travel too. By XLA, whose sends are not a
+        group, keys and values are one array.
+        """
         some = lambda x: x if x is None or self.layout.shared == x.shape[1] else x[:, : self.layout.shared]
         ids = None if arrays.all_ids is not None else some(arrays.segment_ids)
-        return Visitors(Pair.of(some(arrays.key), some(arrays.value)), ids)
+        is_whole = self.layout.shared == self.layout.length or (self.layout.sends_all and not in_backward)
+        if is_whole and not self.by_xla:
+            return Visitors(Pair((arrays.key, arrays.value)), ids)
+        return Visitors(Pair.of(some(arrays.key), some(arrays.value)), ids)  # a copy anyway
 
     def of_all_tokens(self, gradients: Pair) -> Pair:
         """The gradients of all of this device's keys and values, from the gradients of the keys that it sent."""
@@ -75,8 +84,8 @@ class RingCall:
         devices = self.layout.devices
         if by % devices == 0:
             return tree
-        there = [(i, (i + by) % devices) for i in range(devices)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
+        pairs = [(i, (i + by) % devices) for i in range(devices)]
+        return sent(tree, self.axis_name, pairs) if self.by_xla else sent_together(tree, self.axis_name, pairs)
 
     def sent(self, at: int, visitors: Any) -> list[Any]:
         """Sends keys ahead: a list of the Visitors that arrive during step steps[at], in the order of their steps.

@@ -23,9 +23,9 @@ from jax_kernels.ops.ring.partial_results import (
     adds_dquery,
     forward_onto,
     gradients_onto,
+    key_norms,
     merged,
     merged_exactly,
-    with_norms,
 )
 
 __all__ = ["Step"]
@@ -80,7 +80,12 @@ class Step:
             found = self._forward_of_pairs(visitors)
             return found if total is None else merged(total, found)
         planned, inputs = whole
-        return forward_onto(planned, with_norms(planned, inputs, visitors.pair), total, is_last=is_last)
+        return forward_onto(planned, inputs._replace(key_norms=visitors.key_norms), total, is_last=is_last)
+
+    def with_key_norms(self, visitors: Visitors) -> Visitors:
+        """The Visitors of this step with their key_norms, if a kernel reads them."""
+        whole = None if self.has_far_scores or self.mask is not None else self._whole_call(visitors)
+        return visitors if whole is None else visitors._replace(key_norms=key_norms(*whole))
 
     def gradients(
         self, visitors: Visitors, backward: BackwardInputs, dquery: jax.Array, heads: HeadView | None = None
@@ -196,11 +201,13 @@ class Step:
         return prepare(arguments)
 
     def _key_ids(self, visitors: Visitors) -> Any:
-        """int32 [B, S']: the segment ids of the step's keys, or None."""
-        if self.all_ids is None or visitors.segment_ids is not None:
-            return visitors.segment_ids
-        first = self.layout.source(self.number, self.index) * self.layout.length
-        return lax.dynamic_slice_in_dim(self.all_ids, first, visitors.pair.key.shape[1], 1)
+        """int32 [B, S']: the segment ids of the step's keys, or None. Keys that no device needs have the id -1."""
+        ids = visitors.segment_ids
+        if ids is None and self.all_ids is not None:
+            first = self.layout.source(self.number, self.index) * self.layout.length
+            ids = lax.dynamic_slice_in_dim(self.all_ids, first, self.layout.shared, 1)
+        more = 0 if ids is None else visitors.pair.key.shape[1] - ids.shape[1]
+        return jnp.pad(ids, [(0, 0), (0, more)], constant_values=-1) if more else ids
 
     def _pairs(self, visitors: Visitors) -> tuple[list[Chunks], Any, Any]:
         """(the step's pairs of chunks, the AttentionCall that has them as its batch, its AttentionInputs).

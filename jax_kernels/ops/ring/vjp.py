@@ -55,7 +55,8 @@ def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
     numbers: list[int] = call.steps
     total: Any = None
     visitors: Any = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
-    sendable: Any = call.sendable(arrays)
+    visitors = call.step(0, arrays).with_key_norms(visitors)
+    sendable: Any = call.sendable(arrays)._replace(key_norms=visitors.key_norms)
     coming: list[Any] = []  # the visitors of later steps that are already sent
     for at, number in enumerate(numbers):
         coming += call.sent(at, sendable)
@@ -187,7 +188,7 @@ def _gradients(call: RingCall, arrays: RingArrays, backward: BackwardInputs) -> 
         return dquery, of_mine.key, of_mine.value
     share = key.dtype.itemsize / (key.dtype.itemsize + 4)
     own_parts: list[Any] = own.in_parts(mine, share)
-    coming = call.sent(0, call.sendable(arrays))
+    coming = call.sent(0, call.sendable(arrays, in_backward=True))
     dquery, of_mine = own.gradients(mine, backward, dquery, own_parts[0] if own_parts else None)
     (dquery, of_mine), visitors = lax.optimization_barrier(((dquery, of_mine), coming.pop(0)))
     travelling, at = None, 0
@@ -229,7 +230,7 @@ def _all_gradients(call: RingCall, arrays: RingArrays, backward: BackwardInputs)
     (query, key, value, ids), backward = lax.optimization_barrier((arrays[:4], backward))
     arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
     numbers, visitors = call.steps, Visitors(Pair((key, value)), ids)
-    sendable: Any = Visitors(Pair.of(key, value), None if arrays.all_ids is not None else ids)
+    sendable: Any = call.sendable(arrays, in_backward=True)
     coming: list[Any] = []
     dquery = jnp.zeros_like(query, jnp.float32)
     sums = () if mod is None else mod.zeros(of_arrays=True)

@@ -3,9 +3,11 @@
 As a script it prints, for each case, the errors of out, lse, dq, dk, dv and dsinks, and the number of sends.
 """
 
+import dataclasses
 import functools
 import json
 import sys
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import DocumentLayout, explain, flash_attention, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels.ops.ring.planning import documents as of_documents
 from jax_kernels.ops.ring.planning.balance import deal
 from tests.support.cases import rings, tiers
 from tests.support.processes import cpu_devices
@@ -21,10 +24,12 @@ HEADS, KV_HEADS = 4, 2
 TOKENS = 96
 # Lengths of the documents of each row; the rest is padding.
 CUT = ([50, 29, 17], [96])
+FEW = ([48, 30, 18], [50, 16, 14, 10, 6])  # two devices share some tokens only
 WHOLE = ([30, 18, 30, 18],)
 MANY = ([40, 3, 1, 22, 7, 9], [5, 5, 60, 26])
-# Devices, documents, options. "steps": the layout is the DocumentLayout's steps, "name": it is "documents". is_whole:
-# each device has the ids of all devices.
+INTERPRETED = {"implementation": "triton", "check_vma": False}
+# Devices, documents, options. "steps": the layout is the DocumentLayout's steps, "name": it is "documents", "all": the
+# steps send all keys. is_whole: each device has the ids of all devices.
 CASES = {
     "two": (2, CUT, {"is_causal": True, "sinks": True, "is_whole": True}),
     "two_full": (2, CUT, {}),
@@ -37,9 +42,12 @@ CASES = {
     "eight": (8, MANY, {"is_causal": True}),
     "eight_full": (8, CUT, {"layout": "name", "is_whole": True}),
     "one": (1, MANY, {"is_causal": True, "is_whole": True}),
+    "two_all": (2, FEW, {"is_causal": True, "layout": "all", "is_whole": True} | INTERPRETED),
+    "two_all_full": (2, FEW, {"layout": "all"} | INTERPRETED),
+    "two_some": (2, FEW, {"is_causal": True} | INTERPRETED),
     "unchecked": (4, CUT, {"is_causal": True, "check_vma": False}),
     "ahead": (4, MANY, {"is_causal": True, "sends_ahead": 2}),
-    "interpreted": (2, MANY, {"is_causal": True, "implementation": "triton", "check_vma": False, "is_whole": True}),
+    "interpreted": (2, MANY, {"is_causal": True, "is_whole": True} | INTERPRETED),
 }
 QUICK = ["two"]
 
@@ -65,7 +73,8 @@ def run_case(devices, documents, options):
     of_ring = {"implementation": "xla"} | of_ring
     is_causal = options.get("is_causal", False)
     ids = ids_of(documents)
-    layout = DocumentLayout.of(ids, devices, is_causal=options.pop("balanced_for", is_causal), heads=10**6)
+    with unittest.mock.patch.object(of_documents, "TILE", 8):
+        layout = DocumentLayout.of(ids, devices, is_causal=options.pop("balanced_for", is_causal), heads=10**6)
     random = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
     query, key, value = (normal(len(ids), TOKENS, heads, 8) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -80,7 +89,8 @@ def run_case(devices, documents, options):
         return *results, *gradients, dsinks
 
     mesh = jax.make_mesh((devices,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
-    given_layout = {"object": layout, "steps": layout.steps, "name": "documents"}[kind]
+    sends_all = dataclasses.replace(layout.steps, sends_all=True)
+    given_layout = {"object": layout, "steps": layout.steps, "name": "documents", "all": sends_all}[kind]
     attention = functools.partial(
         ring_attention, axis_name="sequence", layout=given_layout, return_lse=True, **of_ring, **options
     )
@@ -202,6 +212,27 @@ def test_shared_tokens(lengths, devices, heads):
     most = max(np.isin(row, np.flatnonzero(cut)).sum() for row in document)
     assert layout.steps.shared == -(-most // 128) * 128
     assert bool(layout.steps.steps) == any(cut)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_pairs_of_steps(devices, is_causal):
+    lengths = np.array([9000, 3000, 2000, 2384])
+    dealt = deal(lengths, 0, devices, is_causal=is_causal, step_pairs=0.0)
+    assert dealt.cut.any()
+    pairs = sum(dealt.pairs_of_step(step, is_causal) for step in range(devices))
+    np.testing.assert_allclose(pairs, dealt.pairs)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sends_all"), [([32768, 19661, 13107], True), ([8192] * 8, False), ([9000, 3000, 2000, 2384], False)]
+)
+def test_keys_are_copied_unless_their_send_is_hidden(lengths, sends_all):
+    """Only the keys of long documents take less time to send than a step takes."""
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    steps = DocumentLayout.of(ids, 2).steps
+    assert steps.sends_all == sends_all
+    assert not sends_all or steps.shared < steps.length
 
 
 TWO = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))

@@ -22,7 +22,7 @@ from tests.tools import compile_case
         pytest.param(4, "both", ("halo", "sides"), [0, 2, 1, 1], marks=pytest.mark.slow),
         pytest.param(2, "both", ("masked",), [1] * 3, marks=pytest.mark.slow),
         pytest.param(2, "both", ("documents",), [1] * 3, marks=pytest.mark.slow),
-        pytest.param(4, "both", ("2",), [1, 2, 2, 1, 2, 1, 1, 1, 1], marks=pytest.mark.slow),
+        pytest.param(4, "both", ("2",), [1, 2, 2, 1, 2, 2, 1, 1, 1], marks=pytest.mark.slow),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else None,
 )

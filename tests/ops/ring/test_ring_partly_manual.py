@@ -52,7 +52,7 @@ def run_case(layout, options):
 
 
 def for_h100s():
-    """The collectives of the program that XLA compiles for four H100s that are not there, and its kernels' operands."""
+    """The collectives of the program that XLA compiles for four H100s that are not there."""
     from jax.experimental import topologies
     from jax.sharding import AbstractMesh, Mesh
 
@@ -79,18 +79,16 @@ def for_h100s():
         x = jax.ShapeDtypeStruct((4, 4096, 8, 128), jnp.bfloat16, sharding=sharding)
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             text = jax.jit(ring).lower(x, x, x, x).compile().as_text()
-    in_place = len(re.findall(r"%dynamic_slice_fusion[.\d]* = ", text.split("\nENTRY", 1)[1]))
-    return {"found": collections.Counter(re.findall(COLLECTIVES, text)), "in_place": in_place}
+    return {"found": collections.Counter(re.findall(COLLECTIVES, text))}
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(240)
 @pytest.mark.slow
-def test_hopper_kernels_shard_the_batch_and_read_in_place():
-    """Hopper's kernels shard the batch, and read received arrays in place."""
+def test_hopper_kernels_shard_the_batch():
+    """Hopper's kernels shard the batch. XLA makes one send of keys and values."""
     found = cpu_devices.results_of(__file__, ["h100"])["h100"]
     assert found["found"] == {"collective-permute": 3}
-    assert found["in_place"] == 2  # the kernels of the second step: forward and backward
 
 
 @pytest.mark.timeout(240)

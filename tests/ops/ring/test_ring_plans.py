@@ -99,7 +99,21 @@ def test_names_for_checkpoint_policies(policy, forwards):
     )
     with on_device("A100"):
         program = jax.make_jaxpr(jax.value_and_grad(shared))(X.astype(jnp.bfloat16))
-    assert _forwards(program.jaxpr) == forwards
+    assert len(_kernels(program.jaxpr, "attention_forward")) == forwards
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("tokens", "passes"), [(4096, 1), (512, 0)])
+def test_norms_of_keys_are_computed_once(tokens, passes):
+    """A device computes the norms of its own keys, if they pay, and gets the norms of other keys with the keys."""
+    mesh = jax.sharding.AbstractMesh((4,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True, strategy="ring")
+    spec = jax.P(None, "sequence")
+    shapes = [jax.ShapeDtypeStruct((1, 4 * tokens, heads, 128), jnp.bfloat16) for heads in (8, 2, 2)]
+    with on_device("h200"):
+        program = jax.make_jaxpr(jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec))(*shapes)
+    kernels = _kernels(program.jaxpr, "attention_row_norms")
+    assert sum(kernel.outvars[0].aval.shape[-1] == 2 for kernel in kernels) == passes  # the others are of queries
 
 
 def step_on_an_h100(function, local, heads):
@@ -181,19 +195,19 @@ def test_saved_results_are_not_recomputed(strategy, forwards):
     x = X.astype(jnp.bfloat16)
     with on_device("A100"):
         program = jax.make_jaxpr(shared)(x, jnp.zeros((x.shape[0], x.shape[2], x.shape[1]), jnp.float32))
-    assert _forwards(program.jaxpr) == forwards
+    assert len(_kernels(program.jaxpr, "attention_forward")) == forwards
 
 
-def _forwards(jaxpr) -> int:
-    """The number of forward kernels in a program. A printed program may show equal parts only once."""
-    found = 0
+def _kernels(jaxpr, name: str) -> list:
+    """The kernels with this name in a program. A printed program may show equal parts only once."""
+    found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
-            found += "attention_forward" in str(equation.params["name"])
+            found += [equation] if name in str(equation.params["name"]) else []
             continue
         for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(part, "jaxpr", part)
-            found += _forwards(inner) if hasattr(inner, "eqns") else 0
+            found += _kernels(inner, name) if hasattr(inner, "eqns") else []
     return found
 
 

@@ -29,6 +29,17 @@ class Dealt:
         """bool [documents]: whether several devices have tokens of a document."""
         return np.count_nonzero(self.early + self.late, axis=1) > 1
 
+    def pairs_of_step(self, step: int, is_causal: bool) -> np.ndarray:
+        """float [n]: each device's pairs of its queries and the keys of the device that is `step` before it."""
+        tokens = (self.early + self.late).astype(float)
+        if step == 0:
+            return _of_rows(tokens, 0, is_causal).sum(0)
+        of_source = lambda x: np.roll(x, step, axis=1)
+        if not is_causal:
+            return (tokens * of_source(tokens)).sum(0)
+        is_later = np.arange(tokens.shape[1]) >= step  # than the source
+        return np.where(is_later, tokens * of_source(self.early), self.late * of_source(tokens)).sum(0)
+
 
 def deal(lengths: np.ndarray, padding: int, devices: int, *, is_causal: bool, step_pairs: float) -> Dealt:
     """Deals out documents of these lengths, and padding. All devices get equally many tokens.

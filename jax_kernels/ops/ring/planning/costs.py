@@ -82,13 +82,13 @@ def predicted(sizes: Sizes, costs: RingCosts) -> dict[str, tuple[float, float]]:
 
 def _ring(sizes: Sizes, costs: RingCosts) -> tuple[float, float]:
     """Kernels of all steps, launches, passes over queries, and the time that a send takes longer than a step."""
-    flops, steps, shared = sizes.flops("ring", costs), sizes.steps, sizes.layout.shared / sizes.layout.length
+    flops, steps, layout = sizes.flops("ring", costs), sizes.steps, sizes.layout
     rates = costs.forward_flops, costs.ring_backward_flops
     if sizes.is_windowed:
         rates = costs.halo_forward_flops, costs.halo_backward_flops
     kernels = flops[0] / rates[0], flops[1] / rates[1]
-    send = shared * sizes.key_bytes / costs.link  # the backward's gradients are float32
-    sends = send, send * (1 + 4 / sizes.itemsize)
+    send, shared = sizes.key_bytes / costs.link, layout.shared / layout.length
+    sends = send if layout.sends_all else shared * send, shared * send * (1 + 4 / sizes.itemsize)  # float32 gradients
     waits = [max(0.0, x - kernel / steps) * (steps - 1) for x, kernel in zip(sends, kernels, strict=True)]
     forward = costs.ring_start + steps * costs.ring_step
     backward = costs.ring_start + steps * (costs.ring_backward_step + sizes.query_bytes / costs.ring_copies)

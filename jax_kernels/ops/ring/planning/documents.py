@@ -15,6 +15,7 @@ TILE = 128  # tokens; the rows that travel are rounded up to it, so that few pro
 # The time by which a step prolongs a call, and a GPU's FLOP/s in attention, for two H200s with NVLink. A call without
 # sends saves also the copy of its keys into one array.
 STEP_SECONDS, FLOPS = 0.12e-3, 650e12
+LINK = 370e9  # bytes/s that a device sends, as in the costs of a ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,13 +24,15 @@ class DocumentSteps:
 
     devices: of the ring. length: the tokens of a device. shared: the first `shared` tokens of each device include all
     its tokens of cut documents; only their keys and values travel. steps: the numbers of the ring's steps, ascending,
-    in which a device shares a document with the device that is so far before it; 0 is not included.
+    in which a device shares a document with the device that is so far before it; 0 is not included. sends_all: whether
+    a forward sends the keys and values of all tokens, so that it need not copy the first `shared` tokens of them.
     """
 
     devices: int
     length: int
     shared: int
     steps: tuple[int, ...]
+    sends_all: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,11 +83,13 @@ class DocumentLayout:
         rows = [_Row.of(row, devices, is_causal, step_pairs) for row in ids]
         length = ids.shape[1] // devices
         most = max((row.shared for row in rows), default=0)
+        numbers = sorted(set().union(*(row.steps for row in rows)))
         steps = DocumentSteps(
             devices=devices,
             length=length,
             shared=min(length, -(-most // TILE) * TILE),
-            steps=tuple(sorted(set().union(*(row.steps for row in rows)))),
+            steps=tuple(numbers),
+            sends_all=_hides_all(rows, [0, *numbers], length, is_causal),
         )
         stacked = lambda name: np.stack([getattr(row, name) for row in rows]).astype(np.int32)
         return cls(
@@ -102,12 +107,15 @@ class DocumentLayout:
 
     def __str__(self) -> str:
         shares = ", ".join(f"{x:.1%}" for x in self.pairs / max(1.0, self.pairs.sum()))
-        sent = f"steps {', '.join(map(str, self.steps.steps))} send {self.steps.shared} of {self.steps.length} tokens"
+        count = self.steps.length if self.steps.sends_all else self.steps.shared
+        sent = f"steps {', '.join(map(str, self.steps.steps))} send {count} of {self.steps.length} tokens"
         return f"{self.steps.devices} devices, pairs {shares}; {sent if self.steps.steps else 'no sends'}"
 
 
 class _Row(NamedTuple):
-    """The layout of one row of packed documents. ids, positions, order: [S], as in DocumentLayout."""
+    """The layout of one row of packed documents. ids, positions, order: [S], as in DocumentLayout. dealt: the tokens of
+    each document on each device.
+    """
 
     ids: np.ndarray
     positions: np.ndarray
@@ -115,6 +123,7 @@ class _Row(NamedTuple):
     pairs: np.ndarray
     shared: int
     steps: set[int]
+    dealt: Dealt
 
     @classmethod
     def of(cls, ids: np.ndarray, devices: int, is_causal: bool, step_pairs: float) -> "_Row":
@@ -143,7 +152,18 @@ class _Row(NamedTuple):
             pairs=dealt.pairs,
             shared=int(sizes.sum(0).max(initial=0)),
             steps=steps,
+            dealt=dealt,
         )
+
+
+def _hides_all(rows: list[_Row], numbers: list[int], length: int, is_causal: bool) -> bool:
+    """Whether each step that hides a send takes at least twice as long as a send of all keys and values.
+
+    numbers: of all steps, ascending; all but the last hide a send. length: the tokens of a device.
+    """
+    pairs = [sum(row.dealt.pairs_of_step(number, is_causal).min() for row in rows) for number in numbers[:-1]]
+    # 4 FLOPs for each pair, and 4 bytes for each token, of each column of a head.
+    return bool(pairs and min(pairs) / FLOPS >= 2 * len(rows) * length / LINK)
 
 
 def _documents(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

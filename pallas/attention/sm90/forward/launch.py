@@ -65,14 +65,8 @@ def attention_forward(
     bias = bias_sm90.bias_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
-    is_limited = options.window is not None or segments is not None
-    bounded_from = config.bounded_from_limited if is_limited else config.bounded_from
-    bounded_from = config.bounded_from_lists if lists is not None else bounded_from
-    # The bounds under a score_mod, and small scores, are determined for whole heads.
-    norms_q_in_kernel = config.norms_q_in_kernel and mod is None and not options.softcap
-    of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if norms_q_in_kernel and not is_limited else 1
-    looked_at = key if inputs.key_norms is None else None
-    if config.bounded and _look_pays(keys, bounded_from * of_look, query, looked_at, call.heads) and bias is None:
+    norms_q_in_kernel = _norms_q_in_kernel(inputs, options, config)
+    if _bounds_pay(inputs, options, config, keys, has_lists=lists is not None):
         largest, small = _bounds(
             query,
             key,
@@ -85,7 +79,9 @@ def attention_forward(
         )
     sinks = inputs.sinks
     config = dataclasses.replace(config, norms_q_in_kernel=norms_q_in_kernel)
-    visits_all = not (options.is_causal or is_limited or lists is not None or inputs.kv_lengths is not None)
+    visits_all = not (
+        options.is_causal or _is_limited(inputs, options) or lists is not None or inputs.kv_lengths is not None
+    )
     short_last = visits_all and call.q_length > config.block_q and is_short_tile(call.q_length, config.block_q)
     scheduler = _scheduler((call,), options.is_causal, config, core_count, short_last=short_last, interpret=interpret)
     arrays = Arrays(
@@ -224,6 +220,40 @@ def _scheduler(
 
 def _shape_of(call: head_views.LaunchCall, config) -> Shape:
     return Shape.of(call.batch, call.heads, call.q_length, config.block_q)
+
+
+def reads_key_norms(inputs: AttentionInputs, options: AttentionOptions, config: AttentionForwardSm90) -> bool:
+    """Whether attention_forward with these arguments, without a mask, reads inputs.key_norms if they are given."""
+    known = inputs._replace(key_norms=jnp.zeros((), jnp.float32))
+    return _bounds_pay(known, options, config, _keys_per_query(options, inputs.key.shape[1]), has_lists=False)
+
+
+def _bounds_pay(
+    inputs: AttentionInputs, options: AttentionOptions, config: AttentionForwardSm90, keys: int, *, has_lists: bool
+) -> bool:
+    """Whether the kernel gets upper bounds of the scores.
+
+    keys: the approximate number of keys that a query attends to. has_lists: whether the blocks are listed because of a
+    mask; then inputs and options are without limits.
+    """
+    query, key, is_limited = inputs.query, inputs.key, _is_limited(inputs, options)
+    bounded_from = config.bounded_from_limited if is_limited else config.bounded_from
+    bounded_from = config.bounded_from_lists if has_lists else bounded_from
+    looks_at_keys_only = _norms_q_in_kernel(inputs, options, config) and not is_limited
+    of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if looks_at_keys_only else 1
+    looked_at, heads = key if inputs.key_norms is None else None, head_views.LaunchCall.of(inputs, options).heads
+    pays = _look_pays(keys, bounded_from * of_look, query, looked_at, heads)
+    return config.bounded and pays and inputs.bias is None
+
+
+def _is_limited(inputs: AttentionInputs, options: AttentionOptions) -> bool:
+    return options.window is not None or inputs.q_segment_ids is not None
+
+
+def _norms_q_in_kernel(inputs: AttentionInputs, options: AttentionOptions, config: AttentionForwardSm90) -> bool:
+    """Whether the kernel computes the norms of its queries, and gets upper bounds for queries of norm 1."""
+    # The bounds under a score_mod, and small scores, are determined for whole heads.
+    return config.norms_q_in_kernel and inputs.score_mod is None and not options.softcap
 
 
 def _look_pays(keys: int, bounded_from: float, query: jax.Array, key: jax.Array | None, heads: int) -> bool:
