@@ -45,10 +45,10 @@ CHANGES: dict[str, dict[tuple[int, int], tuple[dict[str, Any], ...]]] = {
             {"block_kv": 64, "share_q_out": False},
         ),
         (192, 192): (
-            {"block_kv": 64, "atom": 64, "stages": 3},
-            {"block_kv": 64, "atom": 64, "share_q_out": False, "early_q": True},
-            {"block_kv": 64, "atom": 64},
-            {"block_kv": 112, "atom": 16},
+            {"block_kv": 96, "atom": 32, "stages": 2},
+            {"stages": 2, "share_q_out": False, "early_q": True},
+            {"stages": 2},
+            {"block_kv": 112, "atom": 16, "stages": 2},
         ),
     },
     "bwd": {
@@ -72,7 +72,7 @@ CHANGES: dict[str, dict[tuple[int, int], tuple[dict[str, Any], ...]]] = {
         (192, 192): (
             {"do_stages": 2},
             {"do_stages": 2, "late_do": False},
-            {"early_dv": False},
+            {"early_dv": True},
             {"late_do": False},
         ),
     },

@@ -10,7 +10,7 @@ import functools
 
 from jax_kernels.pallas.block_specs.record import measured
 from jax_kernels.pallas.block_specs.sm80 import SM80
-from jax_kernels.pallas.block_specs.sm90_attention_between import BETWEEN, DENSE_BETWEEN, LISTS_BETWEEN
+from jax_kernels.pallas.block_specs.sm90_attention_between import BETWEEN, DENSE_BETWEEN, LISTS_BETWEEN, NORMS_Q
 from jax_kernels.pallas.block_specs.specs import (
     H100,
     H200,
@@ -74,21 +74,26 @@ LISTS_128 = Forward(compute_warpgroups=2, block_kv=128, stages=2, dynamic=True, 
 
 # Forward, head_dim up to 256: 64 keys leave room for two stages if the output shares the queries' memory.
 WIDE = Forward(compute_warpgroups=2, block_kv=64, stages=2, share_q_out=True)
-# head_group: speed over cuDNN's is 1.06 at 1, 1.28 at 8.
-WIDE_CAUSAL = dataclasses.replace(WIDE, dynamic=True, head_group=8)
+# head_group: speed over cuDNN's is 1.06 at 1, 1.28 at 8; 4 takes 1.04 of 8's time, 16 and 32 1.00. NORMS_Q: 0.985.
+WIDE_CAUSAL = dataclasses.replace(WIDE, dynamic=True, head_group=8, **NORMS_Q)
 
 # Backward, head_dim 64. q_loop_stagger=5: 0.96 of 0's time if not causal.
 BACKWARD_FULL_64 = Backward(block_q=128, q_loop_stagger=5)
 # Persistent CTAs take 0.99 causal, 0.96 with a window, 0.91 with documents, 1.01 full. head_group=4: 0.98 causal.
-BACKWARD_CAUSAL_64 = Backward(block_q=128, head_group=4, persistent=True, v_stages=2)
-# head_group=16: 0.99 with a window, 0.98 with documents.
-BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_CAUSAL_64, head_group=16)
+# Three stages of queries: 0.975 causal.
+BACKWARD_PERSISTENT_64 = Backward(block_q=128, head_group=4, persistent=True, v_stages=2)
+BACKWARD_CAUSAL_64 = dataclasses.replace(BACKWARD_PERSISTENT_64, q_stages=3)
+# head_group=16: 0.99 with a window, 0.98 with documents. Three stages of queries: 0.95 with a window, 0.99 with
+# documents.
+BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_PERSISTENT_64, head_group=16, q_stages=3)
 # One stage of dO leaves room for a bias's tile.
 BACKWARD_DENSE_64 = Backward(block_q=128, do_stages=1, head_group=4)
 
 # Backward, head_dim 128. early_dv gains here; at head_dim 64 it loses 5 %.
 BACKWARD_FULL_128 = Backward(block_q=64, q_loop_stagger=5, early_dv=True)
 BACKWARD_CAUSAL_128 = Backward(block_q=64, head_group=4)
+# 16 heads together take 0.974 of the time at (8, 512, 16 x 128), where the dquery of all fits the L2 cache.
+BACKWARD_SHORT_128 = dataclasses.replace(BACKWARD_CAUSAL_128, head_group=16)
 # head_group=16, early_dv and exit_after_smem_read together: 0.96 to 0.98 with a window of 1024. Persistent CTAs: 1.04.
 BACKWARD_LIMITED_128 = Backward(block_q=64, head_group=16, early_dv=True, exit_after_smem_read=True)
 # Persistent CTAs: 0.95 with causal documents (head_group of 2, 4, 8 and 32: 0.98, 0.95, 0.96, 0.96), 1.00 with
@@ -99,9 +104,12 @@ BACKWARD_SEGMENTS_128 = Backward(block_q=64, head_group=16, early_dv=True, persi
 BACKWARD_LISTS_128 = Backward(block_q=64, head_group=2, early_dv=True, persistent=True)
 BACKWARD_DENSE_128 = Backward(block_q=64, do_stages=1, head_group=4)
 
-# Backward, head_dim up to 256: early_dv, late_do and exit_after_smem_read together take 0.96.
-WIDE_BACKWARD = Backward(block_q=64, do_stages=1, early_dv=True, late_do=True, exit_after_smem_read=True)
-WIDE_BACKWARD_CAUSAL = dataclasses.replace(WIDE_BACKWARD, head_group=4)
+# Backward, head_dim up to 256: early_dv, late_do and exit_after_smem_read together take 0.96. q_loop_stagger=5: 0.98 if
+# not causal.
+WIDE_BACKWARD_CAUSAL = Backward(
+    block_q=64, do_stages=1, early_dv=True, late_do=True, exit_after_smem_read=True, head_group=4
+)
+WIDE_BACKWARD = dataclasses.replace(WIDE_BACKWARD_CAUSAL, head_group=1, q_loop_stagger=5)
 
 # A deterministic dquery: the largest blocks that fit shared memory and registers, with a bias's tile if there is one.
 ATTENTION_DQUERY = (
@@ -191,6 +199,15 @@ MOSAIC = measured(
         head_dim=128,
         bits=16,
         forward=CAUSAL_128,
+        backward=BACKWARD_SHORT_128,
+        is_causal=True,
+        max_kv_length=1024,
+    ),
+    Row(
+        implementation="mosaic_gpu",
+        head_dim=128,
+        bits=16,
+        forward=CAUSAL_128,
         backward=BACKWARD_CAUSAL_128,
         is_causal=True,
     ),
@@ -221,7 +238,7 @@ MOSAIC_DENSE = (
         head_dim=64,
         bits=16,
         forward=CAUSAL_64,
-        backward=BACKWARD_CAUSAL_64,
+        backward=BACKWARD_PERSISTENT_64,
         is_limited=False,
         dense_bits=1,
     ),
@@ -289,7 +306,7 @@ MOSAIC_LISTS = (
         head_dim=64,
         bits=16,
         forward=Forward(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, head_group=16),
-        backward=BACKWARD_CAUSAL_64,
+        backward=BACKWARD_PERSISTENT_64,
         has_lists=True,
         measured_on=H200,
     ),

@@ -113,7 +113,7 @@ def attention_backward(
     The kernel adds dquery in order of arrival, and may add dkey and dvalue the same way, if it splits the last work
     tiles into parts. If options.deterministic, another kernel sums dquery in the order of the keys.
     """
-    config = _fitting(config, options)
+    config = _fitting(config, options, has_score_mod=inputs.score_mod is not None)
     widths = _widths_of(inputs, options, config)
     axes = varying_axes(inputs, lse, delta, dout, out, dlse)
     # Inside shard_map a kernel takes no ref that varies: a given dquery is added after the kernel.
@@ -317,8 +317,15 @@ def _widths_of(inputs: AttentionInputs, options: AttentionOptions, config: Atten
     return Widths.of(*head_dims, config.block_q, deterministic=options.deterministic)
 
 
-def _fitting(config: AttentionBackwardSm90, options: AttentionOptions) -> AttentionBackwardSm90:
-    """The row's blocks; for a deterministic backward, whose tiles may be wider than the row's, blocks that fit them."""
+def _fitting(
+    config: AttentionBackwardSm90, options: AttentionOptions, *, has_score_mod: bool = False
+) -> AttentionBackwardSm90:
+    """The row's blocks; for a deterministic backward, whose tiles may be wider than the row's, blocks that fit them.
+
+    A score_mod takes so many registers that a third stage of queries makes it spill more, by 24 to 180 bytes at 64.
+    """
+    if has_score_mod:
+        config = dataclasses.replace(config, q_stages=min(config.q_stages, 2))
     if not (options.deterministic and config.wider_if_deterministic):
         return config
     return dataclasses.replace(config, block_q=64, do_stages=1)
