@@ -1,15 +1,21 @@
 """The launch of a Mosaic kernel."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.ref import AbstractRef
 
 from jax_kernels.pallas.kernel_types import Index
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 CLUSTER = "cluster"
+ALIGNMENT = 256  # bytes: Mosaic refuses to launch a kernel with arrays at other addresses
 
 
 def launch(
@@ -58,7 +64,39 @@ def launch(
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
-    return lambda *arguments: as_varying(kernel(*arguments), varying_axes(arguments))
+
+    def run(*arguments: Any) -> Any:
+        axes = varying_axes(arguments)
+        if not interpret:
+            arguments = jax.tree.map(_aligned, arguments)
+        results = as_varying(kernel(*arguments), axes)
+        return results if interpret else jax.tree.map(_aligned, results)
+
+    return run
+
+
+def _aligned(x: Any) -> Any:
+    """The same array, which XLA stores at a multiple of ALIGNMENT where it is a slice of another array.
+
+    XLA lets a kernel read a contiguous slice in the array that it is a slice of, and write an update into the array
+    that is updated, without a copy and at any address. It does so neither through an optimization barrier, nor for
+    refs. The barrier costs nothing where there is no slice, but a copy where a slice is aligned. So arrays whose slices
+    are aligned anyway, such as the weights of a layer in a scan over layers, get none.
+    """
+    is_ref = isinstance(jax.typeof(x), AbstractRef)
+    return x if is_ref or slices_are_aligned(x.shape, x.dtype) else lax.optimization_barrier(x)
+
+
+def slices_are_aligned(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether contiguous slices with this shape begin at multiples of ALIGNMENT bytes in their arrays.
+
+    A contiguous slice begins at a multiple of its first row: of the axes after the first one that is longer than 1. A
+    vector of floats is taken for a whole row of a matrix. Not found are slices whose array had shorter rows, such as a
+    matrix that is a reshaped part of a vector.
+    """
+    sizes = [size for size in shape if size != 1]
+    is_row = len(sizes) <= 1 and jnp.issubdtype(dtype, jnp.floating)
+    return math.prod(sizes if is_row else sizes[1:]) * jnp.dtype(dtype).itemsize % ALIGNMENT == 0
 
 
 def run_warpgroup(
