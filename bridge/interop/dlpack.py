@@ -66,7 +66,7 @@ _TO_JAX = {getattr(torch, name): jnp.dtype(name) for name in (*_NARROW, *_WIDE)}
 _TO_TORCH = {name: dtype for dtype, name in _TO_JAX.items()}
 
 # XLA reads its arguments with vector loads of this many bytes.
-_ALIGNMENT = {"cpu": 64, "cuda": 16}
+_ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes; of a GPU: Mosaic kernels refuse arrays at other addresses
 _DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
 
 
@@ -304,8 +304,8 @@ def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if JAX can read its memory as it is, else a copy.
 
-    JAX reads contiguous tensors that are not lazily conjugated or negated. Their address must be a multiple of 16 bytes
-    on a GPU, of 64 on a CPU.
+    JAX reads contiguous tensors that are not lazily conjugated or negated. Their address must be a multiple of 256
+    bytes on a GPU, of 64 on a CPU.
     """
     # DLPack lacks the bits for lazy conjugation and negation: JAX would read the wrong sign.
     if tensor.is_conj():

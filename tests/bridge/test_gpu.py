@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_kernels import bridge
+from jax_kernels import bridge, matmul
 from jax_kernels.bridge import masks
 from jax_kernels.bridge.interop import dlpack, donated_outputs
 from jax_kernels.bridge.jax_functions import mask_operands
@@ -220,6 +220,16 @@ def test_every_layout_keeps_its_values(form):
     assert torch.autograd.grad(out.sum(), formed)[0].shape == SHAPE
 
 
+@pytest.mark.parametrize("elements", [8, 64])
+def test_views_at_other_addresses(elements):
+    """Mosaic refuses arrays at addresses that are no multiples of 256 bytes; tensor maps want multiples of 16."""
+    flat = torch.randn(128 * 128 + 64, device="cuda", dtype=torch.bfloat16)
+    x = flat[elements : elements + 128 * 128].view(128, 128)
+    assert x.data_ptr() % 256 == 2 * elements
+    for multiply in (bridge.from_jax(matmul), bridge.matmul):
+        assert torch.equal(multiply(x, x), multiply(x.clone(), x.clone()))
+
+
 def test_inputs_in_place_outputs_by_pytorch():
     (x, *_) = detached()
     (array,), _ = dlpack.import_tensors([x], x.device)
@@ -273,7 +283,7 @@ def test_second_gpu():
 
 REFUSED = """
 import torch
-from jax_kernels import bridge
+from jax_kernels import bridge, matmul
 inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
 want = bridge.flash_attention(*inputs, implementation="xla")
 torch.cuda.synchronize()

@@ -93,8 +93,8 @@ def flash_attention(
     """jax_kernels.flash_attention on PyTorch tensors: gradients of query, key, value, bias, sinks, also through lse.
 
     It runs on the tensors' own device, after the work on PyTorch's current stream. The host never waits for the GPU.
-    Inputs that are contiguous and aligned to 16 bytes are read in place; others are copied. PyTorch owns the results,
-    which may be used on any stream.
+    Inputs that are contiguous and aligned to 256 bytes are read in place; others may be copied. PyTorch owns the
+    results, which may be used on any stream.
 
     | under | behaviour |
     |---|---|
