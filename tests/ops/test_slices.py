@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_kernels.pallas.mosaic.launch import ALIGNMENT, slices_are_aligned
-from tests.support.cases.slices import CALLS
+from tests.support.cases.slices import CALLS, SCANNED, with_gradients
 from tests.tools import compile_case
 
 # XLA would pass slices to these calls' kernels, and write the result of the second one into the updated array.
@@ -60,6 +60,18 @@ def test_on_gpu(name):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32), equal_nan=True)
         assert np.isfinite(np.asarray(x, np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCANNED)
+def test_scans_on_gpu(name):
+    """Kernels in a scan, with their gradients, equal the calls of a loop."""
+    function, arrays = with_gradients(SCANNED[name].run), [jnp.asarray(x) for x in SCANNED[name].arrays]
+    found = jax.jit(lambda *arrays: jax.lax.map(lambda entry: function(*entry), arrays))(*arrays)
+    wanted = [jax.jit(function)(*(x[i] for x in arrays)) for i in range(len(arrays[0]))]
+    for x, *parts in zip(jax.tree.leaves(found), *map(jax.tree.leaves, wanted), strict=True):
+        y = np.stack(parts).astype(np.float32)
+        assert np.linalg.norm(np.asarray(x, np.float32) - y) < 5e-3 * np.linalg.norm(y)
 
 
 def _fused(program: str) -> list[bool]:

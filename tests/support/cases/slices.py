@@ -34,7 +34,7 @@ def _integers(*values: int) -> np.ndarray:
     return np.array([0, *values], np.int32)
 
 
-def _with_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
     """The result, and the gradients of the float arrays."""
 
     def run(*arrays: Any) -> Any:
@@ -69,28 +69,40 @@ def _decode(query: Any, key: Any, value: Any, lengths: Any) -> jax.Array:
     return jk.decode_attention(query, key, value, kv_lengths=lengths, **_HOPPER)
 
 
+def _low_bit() -> Any:
+    return jk.quantize(jnp.asarray(_normal(511, 256)), "int4")
+
+
 _IDS = np.sort(np.random.default_rng(0).integers(0, 3, (3, 193)).astype(np.int32))
 _QKV = tuple(_normal(2, 193, 1, 64) for _ in range(3))
 CALLS = {
-    "matmul": Call(_with_gradients(lambda x, w: jk.matmul(x, w, **_HOPPER)), (_normal(128, 64), _normal(64, 192))),
+    "matmul": Call(with_gradients(lambda x, w: jk.matmul(x, w, **_HOPPER)), (_normal(128, 64), _normal(64, 192))),
     "fp8": Call(lambda x, w: jk.matmul(x, w, precision="fp8", **_HOPPER), (_normal(128, 128), _normal(128, 192))),
     "gated": Call(
-        _with_gradients(lambda x, *w: jk.gated_matmul(x, *w, **_HOPPER)),
+        with_gradients(lambda x, *w: jk.gated_matmul(x, *w, **_HOPPER)),
         (_normal(128, 64), _normal(64, 192), _normal(64, 192)),
     ),
     "update": Call(_update, (_normal(128, 64), _normal(64, 64), _normal(64, 64))),
     "norm": Call(
-        _with_gradients(lambda x, scale: jk.rms_norm(x, scale[0], **_HOPPER)), (_normal(8, 128), _normal(1, 128))
+        with_gradients(lambda x, scale: jk.rms_norm(x, scale[0], **_HOPPER)), (_normal(8, 128), _normal(1, 128))
     ),
     "grouped": Call(
-        _with_gradients(lambda x, w, sizes: jk.grouped_matmul(x, w, sizes, **_HOPPER)),
+        with_gradients(lambda x, w, sizes: jk.grouped_matmul(x, w, sizes, **_HOPPER)),
         (_normal(128, 64), _normal(32, 64, 192), _integers(*[3] * 32)),
     ),
     "cross-entropy": Call(
-        _with_gradients(lambda x, w, targets: jk.linear_cross_entropy(x, w, targets, **_HOPPER).mean()),
+        with_gradients(lambda x, w, targets: jk.linear_cross_entropy(x, w, targets, **_HOPPER).mean()),
         (_normal(128, 64), _normal(64, 192), _integers(*range(128))),
     ),
-    "attention": Call(_with_gradients(_attend), (*_QKV, _IDS)),
-    "each document": Call(_with_gradients(_each_document), _QKV),
+    "attention": Call(with_gradients(_attend), (*_QKV, _IDS)),
+    "each document": Call(with_gradients(_each_document), _QKV),
     "decoding": Call(_decode, (_normal(32, 1, 8, 64), *[_normal(32, 200, 1, 64)] * 2, _integers(*range(1, 33)))),
+}
+# Functions of one batch entry of each array, for scans: XLA stacks the results of the kernels in place.
+SCANNED = {
+    "attention": Call(
+        lambda *qkv: jk.flash_attention(*(x[None] for x in qkv), scale=1.0, **_HOPPER)[0], (_normal(2, 192, 2, 64),) * 3
+    ),
+    "norm": Call(lambda x, scale: jk.rms_norm(x, scale, **_HOPPER), (_normal(2, 64, 512), _normal(2, 512))),
+    "low-bit": Call(lambda x: jk.matmul(x, _low_bit(), **_HOPPER), (_normal(2, 8, 512),)),
 }
