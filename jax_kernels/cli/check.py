@@ -381,10 +381,11 @@ def check(
     console = Console()
     console.width = max(console.width, 110)  # a table is not cut off, in a file or in a narrow window
     by_op: dict[str, list[Result]] = {}
-    for name, calls_of_op in itertools.groupby(tracked, key=lambda call: call[0]):
-        by_op[name] = [run_case(*call) for call in calls_of_op]
-        if not progress.is_terminal:  # there is no bar, so that an op's table shows that the command is at work
-            _show(console, name, by_op[name])
+    for (name, _), cases in itertools.groupby(tracked, key=lambda call: (call[0], call[3])):
+        found = [run_case(*call) for call in cases]
+        by_op.setdefault(name, []).extend(found)
+        if not progress.is_terminal:  # without a bar, an implementation's table shows that the command is at work
+            _show(console, name, found)
     for name, of_op in by_op.items() if progress.is_terminal else ():
         _show(console, name, of_op)
     results = [result for of_op in by_op.values() for result in of_op]

@@ -34,15 +34,20 @@ def test_check_passes(run, two_cases, tmp_path):
             assert 0 < result["errors"][name] <= result["bounds"][name] < 0.01
 
 
-def test_check_prints_an_op_when_it_ends(run, two_cases, monkeypatch):
-    """Without a progress bar, the table of an op comes before the cases of the next op."""
+def test_check_prints_an_implementation_when_it_ends(run, two_cases, monkeypatch):
+    """Without a progress bar, the table of an implementation comes before the cases of the next one."""
     monkeypatch.setitem(check.QUICK, "rms_norm", ("rms",))
     steps = []
-    monkeypatch.setattr(check, "run_case", lambda op, *_: steps.append(op) or check.Result(op, "xla", "", {}, {}))
+    result = lambda op, name, case, by: steps.append(f"{op} by {by}") or check.Result(op, by, name, {}, {})
+    monkeypatch.setattr(check, "run_case", result)
     monkeypatch.setattr(check, "_show", lambda console, op, results: steps.append(f"{len(results)} of {op}"))
-    code, out, _ = run(*CHECK, "--op", "rms_norm", "--implementation", "xla")
-    assert (code, "3 passed, 0 failed" in out) == (0, True)
-    assert steps == ["flash_attention", "flash_attention", "2 of flash_attention", "rms_norm", "1 of rms_norm"]
+    suite = check.SUITES["flash_attention"]
+    monkeypatch.setitem(check.SUITES, "flash_attention", dataclasses.replace(suite, why_not=lambda case, by: None))
+    named = [word for name in ("xla", "triton") for word in ("--implementation", name)]
+    code, out, _ = run(*CHECK, "--op", "rms_norm", *named)
+    assert (code, "5 passed, 0 failed" in out) == (0, True)
+    of_attention = [[f"flash_attention by {by}"] * 2 + ["2 of flash_attention"] for by in ("triton", "xla")]
+    assert steps == [*of_attention[0], *of_attention[1], "rms_norm by xla", "1 of rms_norm"]
 
 
 def test_check_fails_on_a_wrong_result(run, two_cases, monkeypatch):

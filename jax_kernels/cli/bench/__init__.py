@@ -1,7 +1,6 @@
 """jax-kernels bench: times the ops' standard sizes on this machine, by each implementation."""
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,11 +60,11 @@ def bench(
     progress = Console(stderr=True)
     is_silent = not progress.is_terminal
     tracked = track(calls, f"timing on {device.name}", console=progress, transient=True, disable=is_silent)
-    for _, calls_of_op in itertools.groupby(tracked, key=lambda call: call[0]):
-        of_op = [row for op, call in calls_of_op for row in rows_of(op, call, gradients, seconds, with_peers)]
-        found += of_op
-        if is_silent:  # without a bar, an op's table shows that the command is at work
-            _show(device.name, of_op)
+    for op, call in tracked:
+        of_call = rows_of(op, call, gradients, seconds, with_peers)
+        found += of_call
+        if is_silent:  # without a bar, a call's table shows that the command is at work
+            _show(device.name, of_call)
     of_density = density_rows(is_gpu, seconds, with_peers) if density else []
     found += of_density
     _show(device.name, of_density if is_silent else found)
