@@ -90,13 +90,11 @@ def _aligned(x: Any) -> Any:
 def slices_are_aligned(shape: tuple[int, ...], dtype: Any) -> bool:
     """Whether contiguous slices with this shape begin at multiples of ALIGNMENT bytes in their arrays.
 
-    A contiguous slice begins at a multiple of its first row: of the axes after the first one that is longer than 1. A
-    vector of floats is taken for a whole row of a matrix. Not found are slices whose array had shorter rows, such as a
-    matrix that is a reshaped part of a vector.
+    A contiguous slice begins at a multiple of its first row: of the axes after the first one that is longer than 1. Not
+    found are slices whose array had shorter rows, such as a matrix that is a reshaped part of a vector.
     """
     sizes = [size for size in shape if size != 1]
-    is_row = len(sizes) <= 1 and jnp.issubdtype(dtype, jnp.floating)
-    return math.prod(sizes if is_row else sizes[1:]) * jnp.dtype(dtype).itemsize % ALIGNMENT == 0
+    return math.prod(sizes[1:]) * jnp.dtype(dtype).itemsize % ALIGNMENT == 0
 
 
 def run_warpgroup(

@@ -76,16 +76,17 @@ def _low_bit() -> Any:
 _IDS = np.sort(np.random.default_rng(0).integers(0, 3, (3, 193)).astype(np.int32))
 _QKV = tuple(_normal(2, 193, 1, 64) for _ in range(3))
 CALLS = {
-    "matmul": Call(with_gradients(lambda x, w: jk.matmul(x, w, **_HOPPER)), (_normal(128, 64), _normal(64, 192))),
+    "matmul": Call(
+        with_gradients(lambda x, w, bias: jk.matmul(x, w, bias=bias, **_HOPPER)),
+        (_normal(128, 64), _normal(64, 192), _normal(192)),
+    ),
     "fp8": Call(lambda x, w: jk.matmul(x, w, precision="fp8", **_HOPPER), (_normal(128, 128), _normal(128, 192))),
     "gated": Call(
         with_gradients(lambda x, *w: jk.gated_matmul(x, *w, **_HOPPER)),
         (_normal(128, 64), _normal(64, 192), _normal(64, 192)),
     ),
     "update": Call(_update, (_normal(128, 64), _normal(64, 64), _normal(64, 64))),
-    "norm": Call(
-        with_gradients(lambda x, scale: jk.rms_norm(x, scale[0], **_HOPPER)), (_normal(8, 128), _normal(1, 128))
-    ),
+    "norm": Call(with_gradients(lambda x, scale: jk.rms_norm(x, scale, **_HOPPER)), (_normal(8, 128), _normal(128))),
     "grouped": Call(
         with_gradients(lambda x, w, sizes: jk.grouped_matmul(x, w, sizes, **_HOPPER)),
         (_normal(128, 64), _normal(32, 64, 192), _integers(*[3] * 32)),
