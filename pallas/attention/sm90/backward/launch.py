@@ -322,7 +322,7 @@ def _fitting(
 ) -> AttentionBackwardSm90:
     """The row's blocks; for a deterministic backward, whose tiles may be wider than the row's, blocks that fit them.
 
-    A score_mod takes so many registers that a third stage of queries makes it spill more, by 24 to 180 bytes at 64.
+    A score_mod leaves few registers: with a third stage of queries it would spill 24 to 180 bytes more, at 64.
     """
     if has_score_mod:
         config = dataclasses.replace(config, q_stages=min(config.q_stages, 2))
