@@ -84,13 +84,29 @@ def read_chain(
     steps = tuple(itertools.chain.from_iterable(_steps(thunk, buffers) for thunk in executable.messages(13)))
     if not any(isinstance(step, Kernel | MosaicKernel) for step in steps):
         raise NotDirectError("the program has no kernel")
+    # XLA allocates the address tables of tuples too, which no step reads.
+    number = len(inputs) + len(outputs)
+    uses_workspace = any(part.buffer == number for step in steps for part in _slices(step))
     return LaunchChain(
         inputs=buffers.inputs,
         outputs=buffers.outputs,
-        workspace=buffers.workspace,
+        workspace=buffers.workspace if uses_workspace else 0,
         constants=buffers.constants,
         steps=steps,
     )
+
+
+def _slices(step: Step) -> tuple[BufferSlice, ...]:
+    """The slices of the chain's buffers that a step reads or writes."""
+    match step:
+        case Kernel():
+            return *step.arguments, *step.zeroed
+        case MosaicKernel():
+            return step.arguments
+        case Fill():
+            return (step.target,)
+        case Copy():
+            return step.source, step.target
 
 
 def _joined(data: bytes, name: str) -> Message:
