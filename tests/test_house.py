@@ -106,7 +106,7 @@ MOST_WORDS = {
     "what": 4,
     "those": 2,
     "place": 7,
-    "beside": 8,
+    "beside": 7,
     "stands": 0,
     "that of": 2,
     "share out": 0,

@@ -65,8 +65,8 @@ _WIDE = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128
 _TO_JAX = {getattr(torch, name): jnp.dtype(name) for name in (*_NARROW, *_WIDE)}
 _TO_TORCH = {name: dtype for dtype, name in _TO_JAX.items()}
 
-# XLA reads its arguments with vector loads of this many bytes.
-_ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes; of a GPU: Mosaic kernels refuse arrays at other addresses
+# Addresses of arrays are multiples of this many bytes: XLA's vector loads on a CPU, and Mosaic kernels need it.
+_ALIGNMENT = {"cpu": 64, "cuda": 256}
 _DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_kernels import matmul
 from jax_kernels.pallas.mosaic.launch import ALIGNMENT, slices_are_aligned
 from tests.support.cases.slices import CALLS, SCANNED, with_gradients
 from tests.tools import compile_case
@@ -51,7 +52,7 @@ def test_kernels_get_no_slice_at_another_address():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_on_gpu(name):
-    """Equal to the call of copies."""
+    """Equal to the call of copies. dquery has at most two addends, so that their order has no effect."""
     call = CALLS[name]
     arrays = [jnp.asarray(x) for x in call.arrays]
     found = jax.jit(call.of_slices)(*arrays)
@@ -83,8 +84,6 @@ def _fused(program: str) -> list[bool]:
 
 
 def _layers(x: jax.Array, w: jax.Array) -> jax.Array:
-    from jax_kernels import matmul
-
     return jax.lax.scan(lambda x, w: (matmul(x, w, implementation="mosaic_gpu"), None), x, w)[0]
 
 

@@ -4,7 +4,7 @@
 
 MODE: "fwd" or "both". halo: with halos of neighbouring tokens, under a window of 1,024. sides: under a window of 6,000
 before and after each token. masked: under a mask as data. documents: three packed documents in a DocumentLayout.
-"beside": for each permute or group of permutes, the number of kernels that begin between its start and end; 0 if none
+"overlaps": for each permute or group of permutes, the number of kernels that begin between its start and end; 0 if none
 overlaps. "detached": arguments that a kernel changes in place, but that XLA passes as a part of another array.
 "temporary": MiB.
 """
@@ -91,19 +91,19 @@ def main(devices: str, mode: str, *words: str) -> None:
     ahead = next((int(word) for word in words if word.isdecimal()), None)
     program = compiled(int(devices), mode, words, sends_ahead=ahead)
     entry = program.as_text().split("\nENTRY", 1)[1].splitlines()
-    beside, in_flight, kernels = [], {}, 0
+    overlaps, in_flight, kernels = [], {}, 0
     for line in entry:
         if started := re.search(r"%([\w.-]+) = \(.*\) (?:collective-permute|async)-start\(", line):
             in_flight[started[1]] = kernels
         elif re.search(r"(custom-call|fusion)\(", line) and ("mosaic_gpu" in line or "dynamic_slice_fusion" in line):
             kernels += 1
         elif ended := re.search(r"(?:collective-permute|async)-done\(.*?%([\w.-]+)\)", line):
-            beside.append(kernels - in_flight.pop(ended[1]))
+            overlaps.append(kernels - in_flight.pop(ended[1]))
         elif " collective-permute(" in line:
-            beside.append(0)
+            overlaps.append(0)
     assert not in_flight
     temporary = program.memory_analysis().temp_size_in_bytes / 2**20
-    print(json.dumps({"beside": beside, "detached": detached(program.as_text()), "temporary": temporary}))
+    print(json.dumps({"overlaps": overlaps, "detached": detached(program.as_text()), "temporary": temporary}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tests.tools import compile_case
 # kernel hides one of them.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("devices", "mode", "words", "beside"),
+    ("devices", "mode", "words", "overlaps"),
     [
         pytest.param(2, "fwd", (), [1], marks=pytest.mark.slow),
         pytest.param(4, "fwd", ("2",), [1, 2, 2], marks=pytest.mark.slow),
@@ -26,12 +26,12 @@ from tests.tools import compile_case
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else None,
 )
-def test_sends_overlap_kernels(devices, mode, words, beside):
+def test_sends_overlap_kernels(devices, mode, words, overlaps):
     compiled = compile_case.compile_script(
         compile_case.__file__.replace("compile_case.py", "compile_ring.py"), str(devices), mode, *words
     )
     found = json.loads(compiled.printed.splitlines()[-1])
-    assert found["beside"] == beside
+    assert found["overlaps"] == overlaps
     assert not found["detached"]
     assert set(compiled.mosaic) >= {"attention_forward_sm90_mosaic_gpu_kernel"}
     most = 32 if "documents" in words else 0  # four addresses of a backward with segment ids
