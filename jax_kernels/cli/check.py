@@ -106,19 +106,32 @@ class Suite:
         return {name: self.why_not(probe, name) for name in self.implementations}
 
 
-def _attention_suite(op: Any, cases: dict[str, Any], gpu_cases: dict[str, Any], **changes: Any) -> Suite:
+def _attention_suite(
+    op: Any,
+    cases: dict[str, Any],
+    gpu_cases: dict[str, Any],
+    *,
+    reason: Any = lambda case, implementation: why_not(case, implementation),
+    judge: Any = errors_of_attention,
+) -> Suite:
     """The Suite of an op whose cases are flash_attention's AttentionCases.
 
-    op(case): returns the op as a function with the arguments of flash_attention. changes: fields of the Suite.
+    op(case): returns the op as a function with the arguments of flash_attention. reason: the function why_not of the
+    Suite. judge(case, results, implementation): (error, bound) of each result, by name.
     """
-    fields: dict[str, Any] = {
-        "implementations": IMPLEMENTATIONS,
-        "why_not": lambda case, implementation: why_not(case, implementation),
-        "run": lambda case, implementation: run_attention(case, attention_inputs(case), implementation, op(case)),
-        "judge": errors_of_attention,
-        "error": ROOT_MEAN_SQUARE,
-    }
-    return Suite(cases=cases, gpu_cases=gpu_cases, **fields | changes)
+
+    def run(case: Any, implementation: str) -> Errors:
+        got = run_attention(case, attention_inputs(case), implementation, op(case))
+        return judge(case, got, implementation)
+
+    return Suite(
+        implementations=IMPLEMENTATIONS,
+        cases=cases,
+        gpu_cases=gpu_cases,
+        why_not=reason,
+        run=run,
+        error=ROOT_MEAN_SQUARE,
+    )
 
 
 def _dilated_suite(run: Any, reason: Any) -> Suite:
@@ -221,8 +234,8 @@ SUITES = {
         ring_attention.ring,
         ring_attention.CASES,
         ring_attention.GPU,
-        why_not=ring_attention.why_not,
-        judge=ring_attention.errors_of,
+        reason=ring_attention.why_not,
+        judge=lambda case, got, implementation: ring_attention.errors_of(case, got),
     ),
     "sequence_parallel_dilated_attention": _dilated_suite(
         dilated_attention.run_sharded, dilated_attention.why_not_sharded

@@ -10,6 +10,7 @@ from jax_kernels.testing.attention import plain_attention as plain_attention
 from jax_kernels.testing.attention import rms_error as rms_error
 from jax_kernels.testing.attention import run_attention as run_attention
 from jax_kernels.testing.attention import tolerance as tolerance
+from jax_kernels.testing.attention import tolerance_by as tolerance_by
 from jax_kernels.testing.attention import tolerance_of as tolerance_of
 from jax_kernels.testing.attention import why_not as why_not
 from jax_kernels.testing.attention import without_garbage as without_garbage

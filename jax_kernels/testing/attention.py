@@ -35,6 +35,7 @@ __all__ = [
     "rms_error",
     "run_attention",
     "tolerance",
+    "tolerance_by",
     "tolerance_of",
     "why_not",
     "without_garbage",
@@ -254,12 +255,14 @@ def run_attention(
     return run(_primals(case, query, key, value), dout, dlse)._asdict()
 
 
-def errors_of_attention(case: AttentionCase, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
+def errors_of_attention(
+    case: AttentionCase, got: dict[str, Any], implementation: str | None = None
+) -> dict[str, tuple[float, float]]:
     """(error, bound) of each result by name. got: from run_attention for the case and attention_inputs(case).
 
-    The error is rms_error against float64.
+    implementation: the one that `got` is from. The error is rms_error against float64; the bounds are tolerance_by's.
     """
-    arrays, bounds = attention_inputs(case), tolerance(case)
+    arrays, bounds = attention_inputs(case), tolerance_by(case, implementation)
     want = attention_float64(case, *(arrays if "lse" in got else arrays[:-1]))
     return {name: (rms_error(x, getattr(want, name)), bounds[name]) for name, x in got.items()}
 
@@ -312,6 +315,15 @@ def tolerance(case: AttentionCase, seed: int = 0) -> dict[str, float]:
     """
     arrays = attention_inputs(case, seed)
     return tolerance_of(case, arrays, attention_float64(case, *arrays))
+
+
+def tolerance_by(case: AttentionCase, implementation: str | None) -> dict[str, float]:
+    """The largest rms_error that each result of this implementation may have, by name: `tolerance`, twice for "cudnn".
+
+    cuDNN's kernels are not part of this library. With grouped queries they round the gradients of keys and values for
+    each query head, and again their sum over a group: 1.2 times the error of one rounding was measured.
+    """
+    return {name: bound * (2 if implementation == "cudnn" else 1) for name, bound in tolerance(case).items()}
 
 
 def tolerance_of(case: AttentionCase, arrays, want: AttentionResults) -> dict[str, float]:

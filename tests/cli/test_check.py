@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from jax_kernels import testing
 from jax_kernels.cli import check
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
@@ -63,6 +64,20 @@ def test_check_fails_on_a_wrong_result(run, two_cases, monkeypatch):
     assert "1 passed, 1 failed" in out
     verdicts = {line.split()[1]: line.split()[-1] for line in out.splitlines() if line.startswith(" xla")}
     assert verdicts == {"one_query": "pass", "fp32": "FAIL"}
+
+
+@pytest.mark.parametrize(
+    ("by", "of_bound", "passes"), [("xla", 1.3, False), ("cudnn", 1.3, True), ("cudnn", 2.2, False)]
+)
+def test_another_librarys_kernels_have_twice_the_bound(monkeypatch, by, of_bound, passes):
+    case = {case.name: case for case in testing.ATTENTION_CASES}["gqa"]
+    arrays, bounds = testing.attention_inputs(case), testing.tolerance(case)
+    want = testing.attention_float64(case, *arrays[:-1])
+    got = {name: x * (1 + of_bound * bounds[name]) for name in ("out", "dk") for x in (getattr(want, name),)}
+    monkeypatch.setattr(check, "why_not", lambda case, name: None)
+    monkeypatch.setattr(check, "run_attention", lambda *_: got)
+    result = check.run_case("flash_attention", "gqa", case, by)
+    assert (result.raised, result.passed) == (None, passes)
 
 
 def test_check_reports_a_raising_implementation(run, two_cases, monkeypatch, tmp_path):

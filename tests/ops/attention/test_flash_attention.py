@@ -24,6 +24,7 @@ from jax_kernels.testing import (
     rms_error,
     run_attention,
     tolerance,
+    tolerance_by,
     tolerance_of,
     why_not,
 )
@@ -112,8 +113,7 @@ def in_one_process(cases):
 @pytest.mark.timeout(300)
 def test_on_gpu_against_float64(case, implementation, check_dead):
     skip_where_not_served(case, implementation)
-    # cuDNN's kernels are not part of this library: the test covers only their calls.
-    bounds = {name: 2 * x for name, x in tolerance(case).items()} if implementation == "cudnn" else gpu_bounds(case)
+    bounds = tolerance_by(case, "cudnn") if implementation == "cudnn" else gpu_bounds(case)
     poison()
     check(case, implementation, bounds, check_dead)
 
