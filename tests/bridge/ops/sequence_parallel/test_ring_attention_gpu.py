@@ -10,7 +10,7 @@ GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < RANKS, reason=f"needs two NVIDIA GPUs, found {GPUS}"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 SCRIPT = """
 import os
@@ -99,7 +99,7 @@ def test_two_processes_match_float64(tmp_path):
     script.write_text(SCRIPT)
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NVIDIA_TF32_OVERRIDE": "0", "NCCL_NVLS_ENABLE": "0"}
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    done = done_by(*command, script, **environment)
+    done = done_by(*command, script, limit=540, **environment)  # 135 s on quiet GPUs: kernels are compiled
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("exact")) == [
         f"exact on rank {rank}" for rank in range(RANKS)
     ]
