@@ -105,9 +105,9 @@ def _launch(mine: jax.Array, theirs: jax.Array, own: Side, others: Side, *, inte
             other_ids = plgpu.load(other_ref.at[pl.ds(first, rows)], mask=exists, other=-1)
             other_ids = jnp.where(other_ids < 0, others.none, other_ids)
             pl.when(is_first)(lambda: plgpu.store(other_out.at[pl.ds(first, rows)], other_ids, mask=exists))
-            return found.with_part(ids, extremes, other_ids, first, flat_ref, other_count)
+            return found.with_part(extremes, other_ids, first, flat_ref, other_count)
 
-        found = Found.start(own.block, other_count)
+        found = Found.start(other_count)
         found = lax.fori_loop(0, columns // rows, with_part, found) if columns > rows else with_part(0, found)
         column = iota(4)
         ranges = functools.reduce(
@@ -116,7 +116,7 @@ def _launch(mine: jax.Array, theirs: jax.Array, own: Side, others: Side, *, inte
             jnp.zeros((4,), jnp.int32),
         )
         ranges_ref[...] = ranges
-        spans_ref[0, :], spans_ref[1, :] = found.spans(ids, flat_ref, other_count, others.block)
+        spans_ref[0, :], spans_ref[1, :] = found.spans(ids, flat_ref, other_count * others.block)
 
     spec = lambda *block: pl.BlockSpec((None, *block), lambda b, i: (b, *(0 for _ in block)))
     of_block = lambda *block: pl.BlockSpec((None, None, *block), lambda b, i: (b, i, *(0 for _ in block)))
@@ -142,8 +142,7 @@ class Found(NamedTuple):
 
     first, end: of the blocks that the own block may attend to; if none was found, first is the number of the other
     blocks and end is 0. full_first, full_end: of the full blocks; both are the number of the other blocks if none was
-    found. is_sorted: 1 or 0, as in block_ranges.segment_spans. below, up_to: [own block], the number of blocks whose
-    ids are all below each own id, and at most the id.
+    found. is_sorted: 1 or 0, as in block_ranges.segment_spans.
     """
 
     first: jax.Array
@@ -151,23 +150,20 @@ class Found(NamedTuple):
     full_first: jax.Array
     full_end: jax.Array
     is_sorted: jax.Array
-    below: jax.Array
-    up_to: jax.Array
 
     @classmethod
-    def start(cls, own_block: int, other_count: int) -> "Found":
-        count, zero = jnp.int32(other_count), jnp.int32(0)
-        none = jnp.zeros((own_block,), jnp.int32)
-        return cls(count, zero, count, count, jnp.int32(1), none, none)
+    def start(cls, other_count: int) -> "Found":
+        count = jnp.int32(other_count)
+        return cls(first=count, end=jnp.int32(0), full_first=count, full_end=count, is_sorted=jnp.int32(1))
 
     def with_part(
-        self, ids: jax.Array, mine: "Extremes", other_ids: jax.Array, first: Index, flat_ref: Any, other_count: int
+        self, mine: "Extremes", other_ids: jax.Array, first: Index, flat_ref: Any, other_count: int
     ) -> "Found":
         """The results with one more part.
 
-        ids: of the own block. mine: its extremes. other_ids: of the part, [blocks, ids]. first: the index of the part's
-        first block. flat_ref: all ids of the other side in one row, as the caller gave them. other_count: the number of
-        the other side's blocks.
+        mine: the extremes of the own block. other_ids: of the part, [blocks, ids]. first: the index of the part's first
+        block. flat_ref: all ids of the other side in one row, as the caller gave them. other_count: the number of the
+        other side's blocks.
         """
         theirs, (rows, size) = Extremes.of(other_ids), other_ids.shape
         block = first + iota(rows)
@@ -180,16 +176,12 @@ class Found(NamedTuple):
         has_next = index + 1 < other_count * size
         following = plgpu.load(flat_ref.at[index + 1], mask=has_next, other=-1)
         is_sorted = (_keys(other_ids) <= _keys(following)) & (other_ids != block_ranges.NOT_SORTED)
-        highest = jnp.where(block < other_count, _keys(other_ids).max(axis=1), block_ranges.NOT_SORTED)
-        blocks_below = lambda limit: (highest[None, :] < limit[:, None]).astype(jnp.int32).sum(axis=1)
         return Found(
             first=jnp.minimum(self.first, least(meet)),
             end=jnp.maximum(self.end, jnp.where(meet, block + 1, 0).max()),
             full_first=full_first,
             full_end=jnp.minimum(self.full_end, least(~full & (block >= full_first))),
             is_sorted=jnp.minimum(self.is_sorted, is_sorted.astype(jnp.int32).min()),
-            below=self.below + blocks_below(ids),
-            up_to=self.up_to + blocks_below(_next(ids)),
         )
 
     def ranges(self, other_count: int) -> tuple[jax.Array, ...]:
@@ -202,21 +194,23 @@ class Found(NamedTuple):
             jnp.where(has_full, jnp.maximum(self.full_end, self.full_first), self.end),
         )
 
-    def spans(self, ids: jax.Array, flat_ref: Any, other_count: int, block: int) -> tuple[jax.Array, jax.Array]:
+    def spans(self, ids: jax.Array, flat_ref: Any, count: int) -> tuple[jax.Array, jax.Array]:
         """(first, end) of each own id after all parts, as block_ranges.segment_spans returns them.
 
-        The arguments are as in with_part. block: the number of ids in a block of the other side.
+        ids: of the own block. flat_ref: as in with_part. count: the number of ids of the other side.
         """
 
-        def below(limit: jax.Array, blocks: jax.Array) -> jax.Array:
-            """The number of ids of the other side that are below each id's limit. blocks: blocks below the limit."""
-            inside = blocks[:, None] * block + iota(block)[None, :]
-            in_block = plgpu.load(flat_ref.at[inside], mask=inside < other_count * block, other=-1)
-            return blocks * block + (_keys(in_block) < limit[:, None]).astype(jnp.int32).sum(axis=1)
+        def below(limit: jax.Array) -> jax.Array:
+            """The number of ids of the other side that are below each id's limit, by bisection: they are sorted."""
+            found = jnp.zeros_like(limit)
+            for bit in reversed(range(count.bit_length())):
+                more = found + (1 << bit)
+                last = plgpu.load(flat_ref.at[more - 1], mask=more <= count, other=-1)
+                found = jnp.where(_keys(last) < limit, more, found)
+            return found
 
         of_id = lambda x, otherwise: jnp.where(self.is_sorted > 0, jnp.where(ids < 0, 0, x), otherwise)
-        first, end = below(ids, self.below), below(_next(ids), self.up_to)
-        return of_id(first, 0), of_id(end, block_ranges.NOT_SORTED)
+        return of_id(below(ids), 0), of_id(below(_next(ids)), block_ranges.NOT_SORTED)
 
 
 class Extremes(NamedTuple):
