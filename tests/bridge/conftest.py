@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.jax_functions import programs
 from jax_kernels.bridge.operators import call_cache
 from tests.support.cases.cached_calls import Route
 
@@ -48,6 +49,12 @@ def attention(
         lse = torch.logaddexp(lse, sinks.double()[:, None])
     weights = torch.exp(scores - lse.masked_fill(dead, 0.0)[..., None])
     return torch.einsum("bhts,bshd->bthd", weights, value), lse
+
+
+@pytest.fixture
+def no_programs():
+    """Drops the programs of earlier tests. A full store drops one for each that it adds, and keeps its length."""
+    programs.PROGRAMS.clear()
 
 
 @pytest.fixture

@@ -53,6 +53,7 @@ def test_first_calls_with_different_gradients():
                 torch.testing.assert_close((dx, dy), (dx if dx is None else y, dy if dy is None else x))
 
 
+@pytest.mark.usefixtures("no_programs")
 def test_one_program_per_key():
     def slow(x):
         time.sleep(0.05)

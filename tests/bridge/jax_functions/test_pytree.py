@@ -62,6 +62,7 @@ EQUALS = {
 }
 
 
+@pytest.mark.usefixtures("no_programs")
 @pytest.mark.parametrize("group", EQUALS)
 def test_constants_keep_value_and_type(group):
     seen = []
@@ -79,6 +80,7 @@ def test_constants_keep_value_and_type(group):
     assert (len(seen), len(module.PROGRAMS)) == (count, plans)
 
 
+@pytest.mark.usefixtures("no_programs")
 def test_nan_is_one_constant():
     plans = []
     function = bridge.from_jax(lambda x, c: x * c[0])

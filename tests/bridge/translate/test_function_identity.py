@@ -106,6 +106,7 @@ def test_changed_global(monkeypatch):
     assert function_identity.canonical_function(make()) is not first
 
 
+@pytest.mark.usefixtures("no_programs")
 def test_lambda_in_a_loop_adds_one_program():
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
