@@ -1,5 +1,6 @@
 """The attention of Hugging Face models, and its masks, for transformers' AttentionInterface."""
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.decoding import cached_decoding
 from jax_kernels.bridge.ops.drop_in import fallback, heads_first
+from jax_kernels.bridge.ops.drop_in.flash_attn_varlen import sequence_numbers
 from jax_kernels.bridge.ops.drop_in.sdpa import shared_axes
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ __all__ = ["attention", "attention_mask"]
 _NOT_GIVEN: Any = object()
 # Arguments that would change the attention, and that neither this library nor PyTorch's attention supports.
 _REFUSED = ("indices", "block_indices")
+# Types of models that declare no support of PyTorch's attention, and whose layers' is_causal is right all the same.
+_CAUSAL_LAYERS = ("gemma2", "gpt_oss", "vaultgemma")
 
 
 def attention(
@@ -43,14 +47,15 @@ def attention(
     head_mask, float64, a head_dim above 256, and devices other than CPUs and CUDA devices.
 
     Args:
-      module: the layer. Its is_causal is used if the argument is None.
-      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
+      module: the layer.
+      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]. A batch of size 1 serves for the others' B.
       attention_mask: broadcastable to [B, H, T, S], bool (True = attend) or added to the scores. For several queries of
-        a causal layer, None is a causal mask, aligned top-left. Otherwise None is no mask.
+        a causal layer, None is a causal mask, aligned top-left. Otherwise None is no mask, as for every layer of a
+        model that declares no support of PyTorch's attention (`_supports_sdpa`): its is_causal may be wrong.
       scaling: multiplies the scores; None is 1 / sqrt(D).
       softcap: the scores become softcap * tanh(scores / softcap); None is no softcap.
       dropout: the probability of dropping an attention weight.
-      is_causal: whether the layer is causal, if attention_mask is None.
+      is_causal: whether the layer is causal, if attention_mask is None; None for the layer's is_causal.
       sliding_window: the number of keys that a token attends to, up to and including its own key, if attention_mask is
         None.
       s_aux: the sinks, [H], logits that only join the softmax's denominator.
@@ -73,6 +78,11 @@ def attention(
             )
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_dense(name, x)
+    query, key, value = _of_one_batch(query, key, value)
+    causal = _is_causal(module) if is_causal is None else is_causal
+    if query.shape[2] == 1 and attention_mask is None and causal and sliding_window not in (None, _NOT_GIVEN):
+        key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
+        position_bias = None if position_bias is None else position_bias[..., -sliding_window:]
     length, kv_length = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     asks_for_weights = bool(others.get("output_attentions")) or _are_weights_collected()
@@ -81,7 +91,6 @@ def attention(
         mask, bias = _mask_and_bias(attention_mask, position_bias, is_shrunk=False)
         attend = cached_decoding.attend_in_graph if torch.compiler.is_compiling() else cached_decoding.decode_cache
         return attend(query, key, value, mask=mask, bias=bias, sinks=s_aux, **options), None
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and length > 1 and causal:
         if kv_length > length:  # an empty cache has room after the keys
             key, value = key[:, :, :length], value[:, :, :length]
@@ -102,6 +111,44 @@ def attention(
         return out.transpose(1, 2).contiguous(), None
     tensors = (x.transpose(1, 2) for x in (query, key, value))
     return flash_attention(*tensors, mask=mask, bias=bias, sinks=s_aux, **options), None
+
+
+def _of_one_batch(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors with their first axes, the batch, expanded to one size, as PyTorch's attention does."""
+    batch = max(x.shape[0] for x in tensors)
+    return [x.expand(batch, *x.shape[1:]) if x.shape[0] == 1 < batch else x for x in tensors]
+
+
+def _is_causal(module: torch.nn.Module) -> bool:
+    """Whether a layer without an attention_mask is causal."""
+    return getattr(module, "is_causal", True) and _knows_is_causal(type(getattr(module, "config", module)))
+
+
+@torch_internals.constant_in_graph
+def _knows_is_causal(owner: type) -> bool:
+    """Whether the is_causal of a model's layers says how they attend without a mask.
+
+    PyTorch's attention ("sdpa") relies on it. So it is right if a class of the model's package declares
+    `_supports_sdpa`. It counts as right in a package without classes of models, such as a user's own. owner: the class
+    of the model's config, or of a layer.
+    """
+    package = owner.__module__.rpartition(".")[0]
+    return not package or package.rpartition(".")[2] in _CAUSAL_LAYERS or _supports_sdpa(package)
+
+
+@functools.cache
+def _supports_sdpa(package: str) -> bool:
+    """Whether a class of a package's models declares support of PyTorch's attention, or the package has no model."""
+    from transformers import PreTrainedModel
+
+    files = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.modeling_")]
+    models = [
+        x
+        for file in files
+        for x in vars(file).values()
+        if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == file.__name__
+    ]
+    return not models or any(getattr(model, "_supports_sdpa", False) for model in models)
 
 
 def _are_weights_collected() -> bool:
@@ -227,7 +274,9 @@ def _window_of_config(module: torch.nn.Module, length: int) -> int | None:
 
 
 def _documents(starts: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Returns the index of each token's document in one packed sequence, int32 [1, T]; None if starts is None.
+    """Returns the index of each token's document in one packed sequence, int32 [1, T], or None without starts.
+
+    Tokens outside of all documents have -1, so that they attend to no key.
 
     starts: int32 [documents + 1], the start of each document, then the end of the last. query: [1, H, T, D]. Raises
     ValueError for several batch entries.
@@ -236,8 +285,7 @@ def _documents(starts: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor
         return None
     if query.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q: got it with {query.shape[0]} batch entries, want one packed sequence")
-    positions = torch.arange(query.shape[2], device=query.device, dtype=starts.dtype)
-    return torch.searchsorted(starts[1:].contiguous(), positions, right=True).to(torch.int32)[None]
+    return sequence_numbers(starts, query.shape[2])
 
 
 def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -273,25 +321,39 @@ def attention_mask(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     config: "PreTrainedConfig | None" = None,
     **others: Any,
 ) -> torch.Tensor | None:
-    """The mask of a model's layers, with the signature of transformers' AttentionMaskInterface: bool [B, 1, T, S].
+    """The mask of a model's layers, with the signature of transformers' AttentionMaskInterface: [B, 1, T, S] or None.
 
-    It is the mask of PyTorch's attention ("sdpa"), which may be None. For a sliding window without padding, it is None
-    in two more cases: for all tokens of a sequence at once, because `attention` masks them itself, and for one token if
-    its window has all keys.
+    A model that declares no support of PyTorch's attention ("sdpa") gets the floats of its own attention ("eager"),
+    since some of its layers may add them. Other models get the bools of "sdpa", or None. For a sliding window without
+    padding, their mask is None in two more cases: for all tokens of a sequence at once, because `attention` masks them
+    itself, and for one token if its window has all keys.
 
     Args:
       batch_size, q_length, kv_length: B, T and S.
       q_offset, kv_offset: the positions of the first query and the first key.
       attention_mask: [B, S], the padding mask, or None.
       local_size: the number of keys of a window or chunk, or None.
-      allow_is_causal_skip: whether the result may be None.
-      config: the model's config. others: passed to transformers' sdpa_mask.
+      allow_is_causal_skip: whether the result may be None for a causal mask. allow_is_bidirectional_skip: the same for
+        a mask that keeps every pair.
+      config: the model's config. others: passed to transformers' sdpa_mask or eager_mask.
     """
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
+    others |= {"local_size": local_size, "allow_is_bidirectional_skip": allow_is_bidirectional_skip, "config": config}
+    if config is not None and not _knows_is_causal(type(config)):
+        return eager_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            attention_mask=attention_mask,
+            **others,
+        )
     if allow_is_causal_skip and _is_plain_window(local_size, config) and _is_full(attention_mask):
         if _is_whole(q_length, q_offset, kv_offset, attention_mask):
             return None
@@ -305,9 +367,7 @@ def attention_mask(
         q_offset=q_offset,
         kv_offset=kv_offset,
         attention_mask=attention_mask,
-        local_size=local_size,
         allow_is_causal_skip=allow_is_causal_skip and not (q_length == 1 and isinstance(q_offset, torch.Tensor)),
-        config=config,
         **others,
     )
 

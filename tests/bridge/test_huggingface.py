@@ -324,6 +324,76 @@ def test_bidirectional_encoders(padding):
     assert not torch.allclose(ours(moved, attention_mask=mask).last_hidden_state[:, 4], got[:, 4], atol=1e-3)
 
 
+# Models that do not declare `_supports_sdpa`. Splinter's layers have no is_causal, and it is False in the decoders of the
+# other two. BigBird's encoder adds its mask to the scores by code of its own.
+WITHOUT_SDPA = {
+    "splinter": ("Splinter", SHAPE),
+    "nllb-moe": (
+        "NllbMoe",
+        {"num_experts": 2, "expert_capacity": 64, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    ),
+    "bigbird": ("BigBirdPegasus", {"attention_type": "original_full"}),
+}
+ENCODER_DECODER = {
+    "vocab_size": 97, "d_model": 32, "max_position_embeddings": 64, "pad_token_id": 0, "dropout": 0.0,
+    "attention_dropout": 0.0, "decoder_start_token_id": 2, "init_std": 0.3,
+} | {f"{side}_{name}": size for side in ("encoder", "decoder")
+     for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("name", WITHOUT_SDPA)
+def test_models_without_sdpa(name, padding):
+    kind, arguments = WITHOUT_SDPA[name]
+    torch.manual_seed(0)
+    is_encoder = name == "splinter"
+    config = getattr(transformers, f"{kind}Config")(**(arguments if is_encoder else ENCODER_DECODER | arguments))
+    theirs = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    for parameter in theirs.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    ours = bridge.huggingface.replace_attention(copy.deepcopy(theirs))
+    tokens, mask, is_token = tokens_and_mask(padding)
+    given = {"attention_mask": mask} | ({} if is_encoder else {"decoder_input_ids": tokens[:, :7]})
+    with torch.no_grad():
+        want, got = (model(tokens, **given)[0] for model in (theirs, ours))
+    kept = is_token if is_encoder else slice(None)
+    torch.testing.assert_close(got[kept], want[kept], atol=2e-5, rtol=2e-5)
+
+
+def layer(**attributes):
+    return type("Layer", (torch.nn.Module,), attributes)()
+
+
+def test_one_query_with_a_window():
+    query, key = torch.randn(1, 4, 1, 8), torch.randn(1, 4, 10, 8)
+    attend = lambda **options: huggingface.attention(layer(is_causal=True), query, key, key, None, **options)[0]
+    want = huggingface.attention(layer(is_causal=True), query, *[key[:, :, -4:]] * 2, None)[0]
+    for grad_mode in (torch.no_grad, torch.enable_grad):
+        with grad_mode():
+            torch.testing.assert_close(attend(sliding_window=4), want)
+            torch.testing.assert_close(attend(sliding_window=16), attend())
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_one_batch_of_queries(length):
+    query, key = torch.randn(1, 4, length, 8), torch.randn(2, 4, 5, 8)
+    with torch.no_grad():
+        got = huggingface.attention(layer(is_causal=False), query, key, key, None)[0]
+    want = torch.nn.functional.scaled_dot_product_attention(query, key, key).transpose(1, 2)
+    torch.testing.assert_close(got, want)
+
+
+def test_tokens_before_the_first_document():
+    query = torch.randn(1, 4, 5, 8)
+    starts = torch.tensor([2, 5], dtype=torch.int32)
+    got = huggingface.attention(layer(is_causal=True), query, query, query, None, cu_seq_lens_q=starts)[0]
+    one = query[:, :, 2:]
+    want = torch.nn.functional.scaled_dot_product_attention(one, one, one, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(got[:, 2:], want)
+    assert (got[:, :2] == 0).all()
+
+
 def test_encoder_decoder_with_position_bias():
     config = transformers.T5Config(
         vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, pad_token_id=0,

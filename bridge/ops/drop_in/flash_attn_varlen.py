@@ -89,11 +89,12 @@ def flash_attn_varlen_func(
       return_attn_probs: return (out, lse float32 [H, total_q], None).
       Other arguments: as in flash_attn_func.
 
-    Returns out [total_q, H, D]. Tokens after the last sequence, and queries of a sequence without keys, get out 0 and
+    Returns out [total_q, H, D]. Tokens outside of all sequences, and queries of a sequence without keys, get out 0 and
     lse -inf. There may be zero tokens and zero sequences.
 
     Raises NotImplementedError for dropout_p above 0 and for block_table (see bridge.decode_attention), ValueError for a
-    max_seqlen below the longest sequence on a CPU, and the errors of bridge.flash_attention.
+    max_seqlen below the longest sequence and for cu_seqlens that descend or exceed the tokens, both on a CPU, and the
+    errors of bridge.flash_attention.
     """
     if dtensors.are_in(q, k, v):
         given = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
@@ -112,15 +113,15 @@ def flash_attn_varlen_func(
         check_tensor(name, x, q)
         if x.dtype != torch.int32 or x.ndim != 1 or x.shape != cu_seqlens_q.shape or not len(x):
             raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want torch.int32 [sequences + 1]")
-    max_seqlen_q = _checked_longest("q", cu_seqlens_q, max_seqlen_q)
-    max_seqlen_k = _checked_longest("k", cu_seqlens_k, max_seqlen_k)
+    max_seqlen_q = _checked_longest("q", cu_seqlens_q, max_seqlen_q, len(q))
+    max_seqlen_k = _checked_longest("k", cu_seqlens_k, max_seqlen_k, len(k))
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes, q)
     if len(cu_seqlens_q) == 1:  # without sequences the slopes have no effect
         cu_seqlens_k, alibi_slopes = cu_seqlens_q, None
     is_aligned = cu_seqlens_q is cu_seqlens_k or not (causal or alibi_slopes is not None or options["window"])
     if is_aligned and (alibi_slopes is None or alibi_slopes.ndim == 1):
-        ids = _numbers(cu_seqlens_q, q.shape[0]), _numbers(cu_seqlens_k, k.shape[0])
+        ids = sequence_numbers(cu_seqlens_q, q.shape[0]), sequence_numbers(cu_seqlens_k, k.shape[0])
         options |= {"segment_ids": ids, "q_offset": 0, "return_lse": return_attn_probs}
         results = attend(q[None], k[None], v[None], alibi_slopes, options)
         out, lse = _pair(results, return_attn_probs)
@@ -268,13 +269,13 @@ def flash_attn_varlen_qkvpacked_func(
         raise
 
 
-def _checked_longest(name: str, starts: torch.Tensor, given: int) -> int:
+def _checked_longest(name: str, starts: torch.Tensor, given: int, tokens: int) -> int:
     """Returns max_seqlen_q or max_seqlen_k as an int.
 
-    Raises ValueError if a sequence on a CPU is longer, TypeError for a value that is no int. The host never waits for a
-    GPU.
+    Raises TypeError for a value that is no int, and ValueError for a sequence on a CPU that is longer, ends before its
+    start, or lies outside of the tokens. The host never waits for a GPU.
 
-    name: "q" or "k". starts: the cu_seqlens, int32 [B + 1]. given: the argument.
+    name: "q" or "k". starts: the cu_seqlens, int32 [B + 1]. given: the argument. tokens: the number of packed tokens.
     """
     if torch.compiler.is_compiling():
         return given
@@ -283,6 +284,10 @@ def _checked_longest(name: str, starts: torch.Tensor, given: int) -> int:
         raise TypeError(f"max_seqlen_{name}: got {type(given).__name__}, want an int")
     if len(starts) == 1 or not torch_internals.has_known_values(starts):
         return given
+    if int(starts[0]) < 0 or int(starts[-1]) > tokens or bool((starts.diff() < 0).any()):
+        raise ValueError(
+            f"cu_seqlens_{name}: got {starts.tolist()}, want ascending numbers from 0 to {tokens}, the tokens"
+        )
     longest = int(starts.diff().max())
     if given < longest:
         raise ValueError(f"max_seqlen_{name}: got {given}, want at least {longest}, the longest of cu_seqlens_{name}")
@@ -294,13 +299,13 @@ def _pair(results: Any, with_lse: bool) -> tuple[Any, Any]:
     return results if with_lse else (results, None)
 
 
-def _numbers(starts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Returns the index of each packed token's sequence, int32 [1, tokens]; -1 after the last sequence.
+def sequence_numbers(starts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Returns the index of each packed token's sequence, int32 [1, tokens]; -1 outside of all sequences.
 
     starts: int32 [sequences + 1], the start of each sequence, then the end of the last.
     """
-    positions = torch.arange(tokens, device=starts.device, dtype=torch.int32)
-    found = torch.searchsorted(starts[1:].contiguous(), positions, right=True).to(torch.int32)
+    positions = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
+    found = torch.searchsorted(starts.contiguous(), positions, right=True).to(torch.int32) - 1
     return torch.where(found < len(starts) - 1, found, -1)[None]
 
 
@@ -330,9 +335,9 @@ class _Places(NamedTuple):
         return x[index.clamp(max=x.shape[0] - 1)]
 
     def joined(self, x: torch.Tensor, tokens: int, fill: float = 0.0) -> torch.Tensor:
-        """Returns the packed tokens [tokens, ...] of a batch [B, longest, ...]; `fill` after the last sequence."""
-        numbers = _numbers(self.starts, tokens)[0]
+        """Returns the packed tokens [tokens, ...] of a batch [B, longest, ...]; `fill` outside of all sequences."""
+        numbers = sequence_numbers(self.starts, tokens)[0]
         positions = torch.arange(tokens, device=x.device, dtype=torch.int32) - self.starts[:-1][numbers.clamp(min=0)]
-        found = x[numbers.clamp(min=0), positions.clamp(max=self.longest - 1)]
+        found = x[numbers.clamp(min=0), positions.clamp(min=0, max=self.longest - 1)]
         is_there = (numbers >= 0).reshape(-1, *(1,) * (found.ndim - 1))
         return torch.where(is_there, found, torch.full_like(found, fill))

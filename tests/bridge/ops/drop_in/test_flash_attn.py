@@ -141,6 +141,22 @@ def test_tokens_after_the_last_sequence(options, lengths):
     assert (query.grad[:8] != 0).any()
 
 
+@pytest.mark.parametrize("is_one_tensor", [True, False])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 0)}], ids=str)
+def test_tokens_before_the_first_sequence(options, is_one_tensor):
+    """They have out 0 and lse -inf, and no other token attends to them."""
+    q, k, v = (torch.randn(12, 4, 16) for _ in range(3))
+    call = lambda starts, q, k, v: bridge.flash_attn_varlen_func(
+        q, k, v, starts, starts if is_one_tensor else starts.clone(), 5, 5, return_attn_probs=True, **options
+    )
+    starts = torch.tensor([3, 6, 11], dtype=torch.int32)
+    out, lse, _ = call(starts, q, k, v)
+    want, want_lse, _ = call(starts - 3, q[3:], k[3:], v[3:])
+    torch.testing.assert_close((out[3:], lse[:, 3:]), (want, want_lse))
+    assert (out[:3] == 0).all()
+    assert (lse[:, :3] == -torch.inf).all()
+
+
 @pytest.mark.parametrize(
     "options",
     [{"causal": True}, {"causal": True, "alibi_slopes": SLOPES, "softcap": 1.5, "window_size": (3, 0)}],
@@ -232,6 +248,14 @@ ERRORS = [
     (
         *(bridge.flash_attn_varlen_qkvpacked_func, (X.flatten(0, 1)[:, :3].unsqueeze(2), STARTS, 7)),
         *({}, ValueError, r"^max_seqlen: got 7, want at least 8, the longest of cu_seqlens"),
+    ),
+    (
+        *(bridge.flash_attn_varlen_func, (*(X.flatten(0, 1),) * 3, STARTS, STARTS * 100, 8, 8)),
+        *({}, ValueError, r"^cu_seqlens_k: got \[.*\], want ascending numbers from 0 to \d+, the tokens"),
+    ),
+    (
+        *(bridge.flash_attn_varlen_func, (*(X.flatten(0, 1),) * 3, STARTS.flip(0), STARTS, 8, 8)),
+        *({}, ValueError, r"^cu_seqlens_q: got \[.*\], want ascending numbers"),
     ),
     (
         *(bridge.flash_attn_varlen_func, (*(X.flatten(0, 1),) * 3, STARTS, STARTS, 8.0, 8)),
