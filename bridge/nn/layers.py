@@ -14,6 +14,7 @@ __all__ = [
     "PlainLayerNorm",
     "PlainLinear",
     "PlainRMSNorm",
+    "TokenEmbedding",
     "check_flags",
     "empty_attention",
     "keeping_dtype",
@@ -61,7 +62,10 @@ def keeping_dtype(
 
 
 class PlainLinear(torch.nn.Linear):
-    """torch.nn.Linear without bias, [..., in_features] to [..., out_features]. Each call casts weight to x's dtype."""
+    """torch.nn.Linear without bias, [..., in_features] to [..., out_features]. Each call casts weight to x's dtype.
+
+    xavier_gain: the gain of a Xavier normal weight; None for variance 1 / in_features.
+    """
 
     def __init__(
         self,
@@ -69,15 +73,29 @@ class PlainLinear(torch.nn.Linear):
         out_features: int,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        *,
+        xavier_gain: float | None = None,
     ) -> None:
+        self.xavier_gain = xavier_gain
         super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
 
     def reset_parameters(self) -> None:
-        """Draws a new weight, normal with mean 0 and variance 1 / in_features."""
-        torch.nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        """Draws a new weight, normal with mean 0 and the variance of the class's docstring."""
+        if self.xavier_gain is not None:
+            torch.nn.init.xavier_normal_(self.weight, gain=self.xavier_gain)
+        else:
+            torch.nn.init.normal_(self.weight, std=self.in_features**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight.to(x.dtype))
+
+
+class TokenEmbedding(torch.nn.Embedding):
+    """torch.nn.Embedding with normal weights of mean 0 and variance 1 / embedding_dim."""
+
+    def reset_parameters(self) -> None:
+        """Draws new weights."""
+        torch.nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
 
 
 class PlainRMSNorm(torch.nn.Module):
@@ -86,7 +104,12 @@ class PlainRMSNorm(torch.nn.Module):
     def __init__(self, dim: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(dim, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.empty(dim, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to 1."""
+        torch.nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()

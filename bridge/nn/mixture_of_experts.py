@@ -122,10 +122,15 @@ class MixtureOfExperts(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new matrices of the router and the experts, normal with variance 1 / (rows of a matrix)."""
+        """Draws new matrices of the router and the experts, normal with variance 1 / (rows of a matrix).
+
+        expert_bias becomes 0.
+        """
         for matrix in (self.router, self.gate_proj, self.up_proj, self.down_proj):
             if matrix is not None:
                 torch.nn.init.normal_(matrix, std=matrix.shape[-2] ** -0.5)
+        if self.expert_bias is not None:
+            torch.nn.init.zeros_(self.expert_bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the experts' weighted results + residual, [..., model_dim] in x's dtype.
@@ -199,6 +204,6 @@ class MixtureOfExperts(torch.nn.Module):
         load = torch.zeros(self.num_experts, device=x.device, dtype=torch.int32)
         load = load.scatter_add(0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32))
         probability = (scores / (scores.sum(-1, keepdim=True) + TINY)).sum(0)
-        fraction = load / load.sum().clamp(min=1)
+        fraction = load.float() / load.sum().clamp(min=1)
         mean = probability / probability.sum().detach().clamp(min=TINY)
         return self.weight_scale * weights, experts, Routing(load, self.num_experts * (fraction * mean).sum())

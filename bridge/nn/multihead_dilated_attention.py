@@ -170,6 +170,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
             "layout": layout,
             "order": order,
         }
+        dlpack.check_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         linear: Callable[[], torch.nn.Linear] = lambda: torch.nn.Linear(embed_dim, embed_dim, bias=bias, **place)
         self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()

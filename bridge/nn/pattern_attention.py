@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import cast_dtype
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
@@ -175,7 +175,7 @@ def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
         check_dense(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 4 axes [batch, length, heads, head_dim]")
-    dtype = autocast_dtype(query.device) or query.dtype
+    dtype = cast_dtype(query)
     return (*map(operator.index, query.shape), operator.index(key.shape[1]), operator.index(key.shape[2]), dtype)
 
 

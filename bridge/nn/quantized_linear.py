@@ -72,7 +72,7 @@ class QuantizedLinear(torch.nn.Module):
         _check_format(format)
         check_activation(activation)
         check_precision(precision, ("fp32", "tf32", "bf16", "fp16"))
-        zeros = torch.zeros(out_features, in_features, device=device)
+        zeros = torch.zeros(out_features, in_features, device=device, dtype=torch.float32)
         options: dict[str, Any] = {"scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
         self._hold(quantize(zeros, format, axis=-1, **options))
         self.bias = torch.nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None

@@ -15,7 +15,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
 from jax_kernels.bridge.nn.config import PATTERN, Config, shape_of
 from jax_kernels.bridge.nn.dynamic_mask_attention import DynamicMaskAttention
-from jax_kernels.bridge.nn.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
+from jax_kernels.bridge.nn.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, TokenEmbedding, rotary_embedding
 from jax_kernels.bridge.nn.linear import GatedMLP, Linear
 from jax_kernels.bridge.nn.mixture_of_experts import MixtureOfExperts
 from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
@@ -58,22 +58,26 @@ class FP8Linear(PlainLinear):
     its fields param_dtype and scaling (the values that share a scale) are read.
     """
 
-    def __init__(self, in_features: int, out_features: int, shape: types.SimpleNamespace) -> None:
-        super().__init__(in_features, out_features, shape.param_dtype)
+    def __init__(
+        self, in_features: int, out_features: int, shape: types.SimpleNamespace, xavier_gain: float | None = None
+    ) -> None:
+        super().__init__(in_features, out_features, shape.param_dtype, xavier_gain=xavier_gain)
         self.scaling = shape.scaling
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight.to(x.dtype), precision="fp8", scaling=self.scaling)
 
 
-def _linear(in_features: int, out_features: int, shape: types.SimpleNamespace) -> PlainLinear:
+def _linear(
+    in_features: int, out_features: int, shape: types.SimpleNamespace, xavier_gain: float | None = None
+) -> PlainLinear:
     """Returns a new linear layer without bias: an FP8Linear if the config's precision is "fp8", else a PlainLinear.
 
-    shape: the model's config; its fields precision, param_dtype and scaling are read.
+    shape: the model's config; its fields precision, param_dtype and scaling are read. xavier_gain: as in PlainLinear.
     """
     if shape.precision == "fp8":
-        return FP8Linear(in_features, out_features, shape)
-    return PlainLinear(in_features, out_features, shape.param_dtype)
+        return FP8Linear(in_features, out_features, shape, xavier_gain)
+    return PlainLinear(in_features, out_features, shape.param_dtype, xavier_gain=xavier_gain)
 
 
 class Attention(torch.nn.Module):
@@ -90,10 +94,11 @@ class Attention(torch.nn.Module):
         self.rope_theta = shape.rope_theta
         self.implementation = shape.implementation
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = _linear(shape.model_dim, heads, shape)
-        self.k_proj = _linear(shape.model_dim, kv_heads, shape)
-        self.v_proj = _linear(shape.model_dim, kv_heads, shape)
-        self.out_proj = _linear(heads, shape.model_dim, shape)
+        gain = None if shape.gamma is None else 1.0  # LongNet's weights
+        self.q_proj = _linear(shape.model_dim, heads, shape, gain)
+        self.k_proj = _linear(shape.model_dim, kv_heads, shape, gain)
+        self.v_proj = _linear(shape.model_dim, kv_heads, shape, shape.gamma)
+        self.out_proj = _linear(heads, shape.model_dim, shape, shape.gamma)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
             self.q_norm, self.k_norm = (
@@ -101,9 +106,6 @@ class Attention(torch.nn.Module):
             )
         self.pattern = {name: getattr(shape, name) for name in PATTERN}
         self.out_norm = PlainLayerNorm(heads, eps=1e-5, dtype=shape.param_dtype) if shape.layer_norm else None
-        if shape.gamma is not None:
-            for projection, gain in (("q", 1.0), ("k", 1.0), ("v", shape.gamma), ("out", shape.gamma)):
-                torch.nn.init.xavier_normal_(getattr(self, f"{projection}_proj").weight, gain=gain)
 
     __prepare_scriptable__ = symbolic_trace.no_script
 
@@ -204,8 +206,7 @@ class Transformer(torch.nn.Module):
         self.dtype = shape.dtype
         self.remat = shape.remat
         self.logit_softcap = shape.logit_softcap
-        self.embed = torch.nn.Embedding(shape.vocab_size, shape.model_dim, dtype=shape.param_dtype)
-        torch.nn.init.normal_(self.embed.weight, std=shape.model_dim**-0.5)
+        self.embed = TokenEmbedding(shape.vocab_size, shape.model_dim, dtype=shape.param_dtype)
         self.layers = torch.nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
         self.final_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
         self.head = None if shape.tie_embeddings else PlainLinear(shape.model_dim, shape.vocab_size, shape.param_dtype)

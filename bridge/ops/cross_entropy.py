@@ -3,7 +3,7 @@
 import torch
 
 from jax_kernels.bridge.interop.arguments import dtensors
-from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import under_autocast
 from jax_kernels.bridge.interop.arguments.plain_numbers import in_int32
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
@@ -67,7 +67,7 @@ def linear_cross_entropy(
     check_tensors(x=x, w=w, targets=targets)
     check_optional_tensors(weights=weights)
     dtensors.refuse("linear_cross_entropy", x=x, w=w, targets=targets, weights=weights)
-    x, w = _under_autocast(x), _under_autocast(w)
+    x, w = under_autocast(x), under_autocast(w)
     return _linear_cross_entropy.run(
         call,
         x,
@@ -82,9 +82,3 @@ def linear_cross_entropy(
         ignore_index=ignore_index,
         implementation=implementation,
     )
-
-
-def _under_autocast(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in autocast's dtype if autocast is on and x has floats, else unchanged."""
-    dtype = autocast_dtype(x.device)
-    return x if dtype is None or not x.is_floating_point() else x.to(dtype)

@@ -15,8 +15,8 @@ from jax_kernels.bridge.ops.matmul import (
     EIGHT_BITS,
     PRECISION_SETTING,
     dtype_name,
+    operands_under_autocast,
     taken_precision,
-    under_autocast,
     without_gradient,
 )
 from jax_kernels.bridge.translate.activations import Activation, is_kept, name_of, with_functions
@@ -146,7 +146,7 @@ def grouped_matmul(
         }
         results = ((None, "columns"),)
         return dtensors.on_shards(grouped_matmul, tensors, roles, results, own | {"implementation": implementation})
-    x, w, bias = under_autocast(x, w, bias)
+    x, w, bias = operands_under_autocast(x, w, bias)
     return _grouped_matmul.run(
         call if is_kept(activation) else None,
         x,
@@ -222,7 +222,7 @@ def grouped_gated_matmul(
         }
         own |= {"implementation": implementation}
         return dtensors.on_shards(grouped_gated_matmul, tensors, roles, ((None, "columns"),), own)
-    x, w_gate, w_up = under_autocast(x, w_gate, w_up)
+    x, w_gate, w_up = operands_under_autocast(x, w_gate, w_up)
     return _grouped_gated_matmul.run(
         call if is_kept(activation) else None,
         x,

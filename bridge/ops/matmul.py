@@ -6,8 +6,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.arguments import dtensors
-from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments import autocast, dtensors
 from jax_kernels.bridge.interop.arguments.plain_numbers import in_float32
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import (
@@ -35,8 +34,8 @@ __all__ = [
     "linear",
     "matmul",
     "mlp",
+    "operands_under_autocast",
     "taken_precision",
-    "under_autocast",
     "without_gradient",
 ]
 
@@ -120,7 +119,7 @@ def matmul(
         }
         own |= {"scaling": scaling, "implementation": implementation, "x_scale": x_scale, "w_scale": w_scale}
         return _on_shards(matmul, {"x": x, "w": w, "bias": bias, "residual": residual}, own)
-    x, w, bias = under_autocast(x, w, bias)
+    x, w, bias = operands_under_autocast(x, w, bias)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _matmul.run(
         call if is_kept(activation) else None,
@@ -182,7 +181,7 @@ def gated_matmul(
         own |= {"scaling": scaling, "implementation": implementation}
         own |= {"x_scale": x_scale, "w_gate_scale": w_gate_scale, "w_up_scale": w_up_scale}
         return _on_shards(gated_matmul, {"x": x, "w_gate": w_gate, "w_up": w_up, "residual": residual}, own)
-    x, w_gate, w_up = under_autocast(x, w_gate, w_up)
+    x, w_gate, w_up = operands_under_autocast(x, w_gate, w_up)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _gated_matmul.run(
         call if is_kept(activation) else None,
@@ -242,7 +241,7 @@ def mlp(
         tensors = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "bias_up": bias_up, "bias_down": bias_down}
         own: dict[str, Any] = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
         return _on_shards(mlp, tensors | {"residual": residual}, own | {"implementation": implementation})
-    x, w_up, w_down, w_gate, bias_up, bias_down = under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
+    x, w_up, w_down, w_gate, bias_up, bias_down = operands_under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
     residual, out_dtype = _with_wide_residual(x, residual, None)
     wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype
     out = _mlp.run(
@@ -375,16 +374,13 @@ def linear(
         raise
 
 
-def under_autocast(*tensors: Any) -> list[Any]:
+def operands_under_autocast(*tensors: Any) -> list[Any]:
     """Returns the tensors cast to autocast's dtype if autocast is on, else unchanged.
 
-    None, QuantizedTensors, integers and 8-bit tensors stay unchanged.
+    None, QuantizedTensors, integers, 8-bit tensors and float64 tensors stay unchanged.
     """
-    dtype = autocast_dtype(next(x for x in tensors if x is not None).device)
-    if dtype is None:
-        return list(tensors)
-    stays = lambda x: x is None or isinstance(x, QuantizedTensor) or not x.is_floating_point() or x.dtype in EIGHT_BITS
-    return [x if stays(x) else x.to(dtype) for x in tensors]
+    stays = lambda x: x is None or isinstance(x, QuantizedTensor) or x.dtype in EIGHT_BITS
+    return [x if stays(x) else autocast.under_autocast(x) for x in tensors]
 
 
 def check_scaling_option(scaling: str | None, precision: str | None) -> None:
@@ -410,7 +406,7 @@ def _with_wide_residual(
     x: the matmul's input after autocast's cast.
     """
     is_open = isinstance(residual, torch.Tensor) and out_dtype is None
-    if not is_open or autocast_dtype(x.device) is None:
+    if not is_open or autocast.autocast_dtype(x.device) is None:
         return residual, out_dtype
     wide = torch.promote_types(torch.bfloat16 if x.dtype in EIGHT_BITS else x.dtype, residual.dtype)
     return (residual.to(wide), wide) if residual.is_floating_point() and wide in _NAMES else (residual, out_dtype)

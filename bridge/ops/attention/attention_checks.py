@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.interop.arguments import dtensors
-from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import under_autocast
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.ops.attention.attention_types import SegmentIds
@@ -161,16 +161,15 @@ def as_torch_is_set(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool | None]:
     """Returns (query, key, value, bias, deterministic) as PyTorch's global settings require.
 
-    Under autocast, query, key, value and a 16-bit bias are cast to autocast's dtype; a float32 bias stays float32.
+    Under autocast, query, key, value and a 16-bit bias are cast to autocast's dtype; a float32 bias stays float32, and
+    float64 stays float64, as in PyTorch.
     deterministic=None becomes True if torch.use_deterministic_algorithms is on.
     """
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
-    dtype = autocast_dtype(query.device)
-    if dtype is not None:
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if bias is not None and bias.dtype != torch.float32:
-            bias = bias.to(dtype)
+    query, key, value = (under_autocast(x) for x in (query, key, value))
+    if bias is not None and bias.dtype != torch.float32:
+        bias = under_autocast(bias)
     return query, key, value, bias, deterministic
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.interop import dlpack, torch_internals
-from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import cast_dtype
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.mask_operands import on_device
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
@@ -89,7 +89,7 @@ class CompiledAttention:
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, {sizes}]")
             if x.device != self.device:
                 raise ValueError(f"{name}: got a tensor on {x.device}, want one on {self.device}")
-            dtype = autocast_dtype(x.device) or x.dtype
+            dtype = cast_dtype(x)
             if dtype != self.dtype:
                 raise TypeError(f"{name}: got dtype {dtype}, want {self.dtype}")
 

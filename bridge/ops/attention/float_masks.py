@@ -28,8 +28,13 @@ def as_bool(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
     is_valid is None if the values were checked here, or on the meta device. Otherwise it is a bool tensor [] for
     or_nan: the host does not wait for the values on a GPU, and cannot see the values in a graph or under torch.func.
 
-    Raises ValueError, naming the argument, if a value on a CPU is neither 0 nor 1.
+    Raises ValueError, naming the argument, if a value on a CPU is neither 0 nor 1, and TypeError if the mask requires a
+    gradient: it would get none.
     """
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            f"{name}: got a tensor that requires a gradient, want none: a mask has no gradient; a bias has one"
+        )
     mask = mask.detach()
     keep = mask == 1
     is_valid = (keep | (mask == 0)).all()

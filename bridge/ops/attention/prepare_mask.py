@@ -8,7 +8,7 @@ import jax
 import torch
 
 from jax_kernels.bridge.interop import dlpack, planning_device
-from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import cast_dtype
 from jax_kernels.bridge.interop.arguments.plain_numbers import ATTENTION, plain_of, plain_options
 from jax_kernels.bridge.jax_functions.mask_operands import on_device
 from jax_kernels.bridge.ops.attention.attention_types import PrepareOptions
@@ -74,9 +74,8 @@ def _spec(name: str, x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
     Raises TypeError, naming the argument, if JAX lacks the dtype.
     """
-    dtype, cast = x.dtype, autocast_dtype(x.device)
-    if cast is not None and name != "sinks" and (name != "bias" or dtype != torch.float32):
-        dtype = cast
+    stays = name == "sinks" or (name == "bias" and x.dtype == torch.float32)
+    dtype = x.dtype if stays else cast_dtype(x)
     dlpack.check_dtype(name, dtype)
     return jax.ShapeDtypeStruct(tuple(x.shape), dlpack.jax_dtype(dtype))
 

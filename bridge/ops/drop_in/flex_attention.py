@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.interop.arguments.autocast import cast_dtype
 from jax_kernels.bridge.interop.arguments.learned_scale import in_query
 from jax_kernels.bridge.interop.arguments.plain_numbers import checked_flag, checked_number
 from jax_kernels.bridge.interop.dlpack import check_dense
@@ -246,7 +246,7 @@ def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: "torchs.Au
     The reasons: a device other than CPU and CUDA, float64, a head_dim above 256, or a request for max_scores.
     """
     kind = query.device.type
-    dtype = autocast_dtype(query.device) or query.dtype
+    dtype = cast_dtype(query)
     if kind not in ("cpu", "cuda", "meta"):
         return f"query is on {query.device}, and flash_attention runs on CPUs and CUDA devices"
     if dtype not in _DTYPES:

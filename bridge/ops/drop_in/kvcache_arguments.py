@@ -230,7 +230,7 @@ def _check_pages(cache: KeyValueCache, lengths: torch.Tensor, new: int) -> None:
         tokens = f" with {new} new tokens" if new else ""
         raise ValueError(f"cache_seqlens: got {low} to {high}{tokens}, want 0 to {cache.capacity - new}")
     if cache.table is not None:
-        pages = torch.arange(cache.table.shape[1]) * cache.key.shape[1]
+        pages = torch.arange(cache.table.shape[1], device=lengths.device) * cache.key.shape[1]
         _check_within("block_table", cache.table[pages < lengths[:, None] + new], cache.key.shape[0], "k_cache's pages")
 
 

@@ -156,3 +156,33 @@ def test_token_ids_are_checked():
     many = torch.vmap(model._embedded)(torch.tensor([[[1, 2]], [[9, -1]]]))
     assert not many[0].isnan().any()
     assert many[1].isnan().all()
+
+
+EXPERTS = {"model_dim": 16, "mlp_dim": 24, "num_experts": 4, "experts_per_token": 2}
+RESET = {
+    "transformer": lambda: bridge.nn.Transformer(SHAPE | {"qk_norm": True}),
+    "longnet": lambda: bridge.nn.Transformer(SHAPE | CONFIGS["dilated"]),
+    "experts": lambda: bridge.nn.MixtureOfExperts(*EXPERTS.values(), balance_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", RESET)
+def test_reset_after_the_meta_device(name):
+    """As large models are made: on the meta device, to_empty, then each module's reset_parameters."""
+    with torch.device("meta"):
+        module = RESET[name]()
+    module = module.to_empty(device="cpu")
+    for x in (*module.parameters(), *module.buffers()):
+        x.data.fill_(7.0)
+    torch.manual_seed(0)
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    wanted = dict((*(made := RESET[name]()).named_parameters(), *made.named_buffers()))
+    for key, x in (*module.named_parameters(), *module.named_buffers()):
+        want = wanted[key]
+        if want.unique().numel() <= 1:  # ones of norms, zeros of biases
+            torch.testing.assert_close(x, want)
+        else:
+            assert abs(x.std() / want.std() - 1) < 0.25, key
+            assert x.mean().abs() < 0.5, key

@@ -44,3 +44,42 @@ def test_another_dtype_is_named(name):
     call, message = WRONG[name]
     with pytest.raises(TypeError, match=message):
         call()
+
+
+X, W, Q = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 8), (8, 6), (1, 4, 2, 8)))
+SIZES = torch.tensor([1, 2], dtype=torch.int32)
+REFUSED = {
+    "flash_attention": lambda: bridge.flash_attention(Q, Q, Q),
+    "dynamic_mask_attention": lambda: bridge.dynamic_mask_attention(Q, Q, Q, torch.ones(4, 4, dtype=torch.bool)),
+    "matmul": lambda: bridge.matmul(X, W),
+    "linear": lambda: bridge.linear(X, W.T.contiguous()),
+    "gated_matmul": lambda: bridge.gated_matmul(X, W, W),
+    "mlp": lambda: bridge.mlp(X, W, W.T.contiguous()),
+    "grouped_matmul": lambda: bridge.grouped_matmul(X, W[None].expand(2, -1, -1), SIZES),
+    "linear_cross_entropy": lambda: bridge.linear_cross_entropy(X, W, SIZES.new_zeros(3)),
+    "Linear": lambda: bridge.nn.Linear(8, 6, dtype=torch.float64)(X),
+    "GatedMLP": lambda: bridge.nn.GatedMLP(8, 6, dtype=torch.float64)(X),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_float64_is_not_cast(name):
+    """As in PyTorch, whose autocast never casts float64. So the call raises as without autocast."""
+    errors = []
+    for is_on in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on), pytest.raises((TypeError, ValueError)) as error:
+            REFUSED[name]()
+        errors.append(str(error.value))
+    assert "float64" in errors[0]
+    assert errors[0] == errors[1]
+
+
+def test_float64_falls_back_to_pytorch():
+    """The functions that promise PyTorch's own computation for float64 give it under autocast too."""
+    query = torch.randn(1, 2, 4, 8, dtype=torch.float64)
+    module = bridge.nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    attend = lambda: (module(x, x, x, need_weights=True), bridge.flex_attention(query, query, query))
+    want = attend()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(attend(), want)

@@ -43,6 +43,16 @@ def test_other_values(name, make_qkv):
         call(additive, *make_qkv())
 
 
+@pytest.mark.parametrize("name", ["flash", "dynamic", "block sparse", "decode"])
+def test_gradient_is_refused(name, make_qkv):
+    mask, call = CALLS[name]
+    learned = mask.float().requires_grad_()
+    with pytest.raises(TypeError, match="mask: got a tensor that requires a gradient, want none"):
+        call(learned, *make_qkv())
+    with torch.no_grad():
+        torch.testing.assert_close(call(learned, *make_qkv()), call(mask, *make_qkv()))
+
+
 @pytest.mark.parametrize("name", ["flash", "dynamic"])
 def test_compiled_other_values_give_nan(name, make_qkv):
     """As under jax.jit: the values are unknown beforehand."""
