@@ -324,8 +324,8 @@ def test_bidirectional_encoders(padding):
     assert not torch.allclose(ours(moved, attention_mask=mask).last_hidden_state[:, 4], got[:, 4], atol=1e-3)
 
 
-# Models that do not declare `_supports_sdpa`. Splinter's layers have no is_causal, and it is False in the decoders of the
-# other two. BigBird's encoder adds its mask to the scores by code of its own.
+# Models that do not declare `_supports_sdpa`. Splinter's layers have no is_causal, and it is False in the decoders of
+# the other two. BigBird's encoder adds its mask to the scores by code of its own.
 WITHOUT_SDPA = {
     "splinter": ("Splinter", SHAPE),
     "nllb-moe": (
