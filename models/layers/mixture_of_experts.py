@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels.models.config import check_choices, check_exchange, check_kind, check_precision, check_size
+from jax_kernels.models.layers.inputs import check_promotion, checked_residual
 from jax_kernels.models.layers.linear import GatedMLP
 from jax_kernels.models.layers.pairs import Pairs
 from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, route
@@ -170,6 +171,8 @@ class MixtureOfExperts(nnx.Module):
         x = checked_array("x", x)
         if x.ndim == 0 or x.shape[-1] != self.model_dim or not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"x: got {x.dtype} {x.shape}, want floats [..., model_dim] = [..., {self.model_dim}]")
+        residual = None if residual is None else checked_residual(residual, x.shape)
+        check_promotion(self.dtype, x=x, param_dtype=self.up_proj.dtype)
         if has_explicit_axes():
             spec = self.rules.spec(self._names(x), x.shape, jax.sharding.get_abstract_mesh())
             call = lambda module, x, residual: module.with_routing(x, residual=residual)
@@ -187,7 +190,6 @@ class MixtureOfExperts(nnx.Module):
             out = out + self.shared(x).astype(jnp.float32)
         dtype = x.dtype
         if residual is not None:
-            residual = checked_array("residual", residual)
             dtype = dtype if self.dtype is not None else jnp.promote_types(dtype, residual.dtype)
             out = residual.astype(dtype) + out
         return out.astype(dtype), routing
