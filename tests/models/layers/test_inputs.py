@@ -36,9 +36,10 @@ def of(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_a_residual_has_the_shape_of_the_result(name, shape):
     module, x = of(name)
-    with pytest.raises(ValueError, match="residual: got shape .*, want (x's|the result's) ") as raised:
+    with pytest.raises(ValueError, match=r"residual: got shape .*, want (x's|the result's) ") as raised:
         module(x, residual=jnp.ones(shape))
-    assert str(shape) in str(raised.value) and "(5, 32)" in str(raised.value)
+    assert str(shape) in str(raised.value)
+    assert "(5, 32)" in str(raised.value)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int32", "complex64", "float8_e4m3fn"])
@@ -47,7 +48,7 @@ def test_a_residual_has_floats(name, dtype):
     module, x = of(name)
     with pytest.raises(TypeError, match=f"residual: got dtype {dtype}, want bfloat16, float16 or float32"):
         module(x, residual=jnp.ones((5, 32), dtype))
-    with pytest.raises(TypeError, match="residual: got builtins.list, want a jax.Array"):
+    with pytest.raises(TypeError, match=r"residual: got builtins.list, want a jax.Array"):
         module(x, residual=[[0.0] * 32] * 5)
 
 
