@@ -234,6 +234,7 @@ class Transformer(nnx.Module):
         options: dict[str, Any] = {"reduction": reduction, "z_loss": z_loss, "label_smoothing": label_smoothing}
         return self.losses_and_routing(tokens, targets, segment_ids=segment_ids, weights=weights, **options)[0]
 
+    @under_defaults
     def losses_and_routing(
         self,
         tokens: jax.Array,

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jax_kernels.masks import checks
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["DealtDocuments", "Packed", "document_positions", "document_starts", "packed", "within_documents"]
 
@@ -51,6 +52,7 @@ def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
     return Packed(segment_ids, document_positions(segment_ids) if is_whole else None)
 
 
+@under_defaults
 def document_positions(segment_ids: jax.Array) -> jax.Array:
     """The position of each token in its document: the distance from the first token of its run of equal ids.
 
@@ -63,6 +65,7 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
     return place - lax.cummax(jnp.where(starts, place, 0), axis=1)
 
 
+@under_defaults
 def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """The targets [B, T], with -1 where the next token is in another document or the token's segment id is below 0.
 

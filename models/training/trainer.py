@@ -46,6 +46,7 @@ from jax_kernels.models.training.trainer_checks import (
 )
 from jax_kernels.models.transformer import Transformer
 from jax_kernels.plain_numbers import plain_arguments
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["Trainer"]
 
@@ -68,7 +69,8 @@ class Trainer(TrainerCheckpoints):
         attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
       seed: of the parameters and of the keys that `loss` gets; from 0 to 2**32 - 1.
       accumulate: the number of parts into which each batch is cut. The parts run one after the other, and their
-        gradients are added in float32.
+        gradients are added in float32. With experts it changes the step: next_token_loss computes the load-balancing
+        loss of each part from the part's own loads.
       loss: loss(model, batch, key) -> (the sum of the losses, their count or the sum of their weights). The step uses
         the gradient of the whole batch's sum divided by the whole batch's count. key depends on the seed, the step and
         the part. For a model with experts the loss may also return the part of the sum that balances them, and the
@@ -256,6 +258,7 @@ class Trainer(TrainerCheckpoints):
             moved = balanced(bias[...], balance[1].load[i], experts.bias_rate) if balance else bias[...]
             after["layers"][layer]["mlp"]["expert_bias"] = bias.replace(moved)
 
+    @under_defaults  # optax too promotes dtypes
     def train(self, batch: Any) -> dict[str, jax.Array]:
         """Runs one step on a batch, sharded as by shard_batch or TokenBatches.
 
@@ -312,6 +315,7 @@ class Trainer(TrainerCheckpoints):
         loss = lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0))
         return jax.jit(loss, compiler_options=compiler_options(self.mesh, triton_products=False))
 
+    @under_defaults
     def evaluate(self, batch: Any) -> float:
         """The mean loss on a batch, in nats for next_token_loss; 0 if no target counts. Raises the errors of
         `train`. The part of the loss that balances experts is left out.
