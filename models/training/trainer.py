@@ -42,7 +42,9 @@ from jax_kernels.models.training.trainer_checks import (
     check_fit,
     checked_arguments,
     checked_batch,
+    checked_losses,
     checked_scale,
+    updated,
 )
 from jax_kernels.models.transformer import Transformer
 from jax_kernels.plain_numbers import plain_arguments
@@ -64,7 +66,7 @@ class Trainer(TrainerCheckpoints):
 
     Args:
       config: of the model; its `remat` says which values the backward rematerialises.
-      optimizer: an optax optimizer.
+      optimizer: an optax optimizer whose update needs only (gradients, state, params).
       mesh: from make_mesh; None for one device. The step runs with Auto axes: if the mesh has Explicit axes, the
         attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
       seed: of the parameters and of the keys that `loss` gets; from 0 to 2**32 - 1.
@@ -175,7 +177,7 @@ class Trainer(TrainerCheckpoints):
         count = jnp.where(count > 0, count, 1)  # a batch without targets, such as all padding, has gradients of 0
         gradients, params = without_histories(gradients), without_histories(state["params"])
         gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, params)
-        updates, moments = self.optimizer.update(gradients, state["optimizer"], params)
+        updates, moments = updated(self.optimizer, gradients, state["optimizer"], params)
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
         after = {
             "params": optax.apply_updates(params, updates),
@@ -211,7 +213,7 @@ class Trainer(TrainerCheckpoints):
 
         def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
             model = nnx.merge(self.graphdef, params)
-            total, count, *others = self.loss(model, batch, key)
+            total, count, *others = checked_losses(self.loss(model, batch, key))
             return total, (count, (tuple(others), nnx.state(model, AmaxHistory)))
 
         differentiate = jax.value_and_grad(loss, has_aux=True) if scale is None else scaled_gradient(loss, scale)
@@ -312,7 +314,8 @@ class Trainer(TrainerCheckpoints):
     @functools.cached_property
     def _evaluate(self) -> Any:
         """The jitted loss: a function of (params, batch) that returns the results of `loss`."""
-        loss = lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0))
+        model = lambda params: nnx.merge(self.graphdef, params)
+        loss = lambda params, batch: checked_losses(self.loss(model(params), batch, jax.random.key(0)))
         return jax.jit(loss, compiler_options=compiler_options(self.mesh, triton_products=False))
 
     @under_defaults
