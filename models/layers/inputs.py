@@ -1,4 +1,4 @@
-"""Checks of the arrays that a module's call gets. An error names the argument, what it got, and what it wants."""
+"""Checks of the arrays that a call of a module gets. An error names the argument, its value and the wanted value."""
 
 from typing import Any
 
