@@ -52,7 +52,8 @@ class Linear(nnx.Linear):
 
     Raises, when called:
       ValueError: an activation, a residual or "fp8" is combined with an option that runs as in nnx; or as matmul.
-      TypeError: dtype, or the promoted dtype of x and the parameters, has 8 bits.
+      TypeError: dtype, or the promoted dtype of x and the parameters, has 8 bits; x has 8 bits, and dtype is None;
+        or residual is no array of floats.
       NotImplementedError: as matmul.
 
     Sources of delayed scaling: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; the
