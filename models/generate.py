@@ -47,7 +47,7 @@ def check_generation(
         raise TypeError(f"temperature: got {temperature!r}, want a number")
     is_known = not isinstance(temperature, jax.core.Tracer)
     if is_known and not 0 <= float(temperature) < float("inf"):
-        raise ValueError(f"temperature: got {temperature}, want 0 or more")
+        raise ValueError(f"temperature: got {temperature}, want a finite number of 0 or more")
     if key is None and not (is_known and _is_greedy(temperature)):
         raise ValueError(f"key: got None with temperature={temperature}, want a jax.random.key")
     if key is not None and not _is_key(key):
@@ -81,7 +81,8 @@ def _is_key(key: Any) -> bool:
         return False
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key.shape == ()
-    return key.dtype == np.uint32 and key.ndim == 1
+    raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))  # as jax.random.PRNGKey makes them
+    return key.dtype == raw.dtype and key.shape == raw.shape
 
 
 def _is_number(dtype: Any) -> bool:

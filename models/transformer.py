@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels import dispatch
+from jax_kernels.masks.checks import is_array
 from jax_kernels.models.block import Block, run_block, stacked
 from jax_kernels.models.config import TransformerConfig, check_kind
 from jax_kernels.models.generate import check_generation, generate
@@ -151,12 +152,14 @@ class Transformer(nnx.Module):
           ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives NaN logits), not
             exactly one of tokens and embeddings is given, cache and segment_ids are both given, or the cache has no
             room (under jit that gives NaN: see MultiHeadAttention).
-          TypeError: the cache's length or segment_ids are not integers.
+          TypeError: the cache is not a tuple of KVCaches, or its length or segment_ids are not integers.
         """
         if cache is not None and not isinstance(cache, tuple | list):
             raise TypeError(f"cache: got {type(cache).__name__}, want the tuple from init_cache or from a call")
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")
+        for i, entry in enumerate(cache or ()):
+            check_kind(f"cache[{i}]", entry, KVCache, "a KVCache, as init_cache and calls return")
         if (tokens is None) == (embeddings is None):
             got = "neither" if tokens is None else "both"
             raise ValueError(f"tokens, embeddings: got {got}, want exactly one of them")
@@ -175,8 +178,9 @@ class Transformer(nnx.Module):
         return self._logits(x), cache
 
     def _check_embeddings(self, embeddings: Any) -> None:
-        """Raises ValueError unless embeddings are floats [B, T, model_dim]."""
-        shape, dtype, width = np.shape(embeddings), jnp.result_type(embeddings), self.config.model_dim
+        """Raises TypeError unless embeddings are an array, ValueError unless they are floats [B, T, model_dim]."""
+        is_array("embeddings", embeddings, "floats [batch, length, model_dim]")
+        shape, dtype, width = embeddings.shape, embeddings.dtype, self.config.model_dim
         if len(shape) != 3 or shape[2] != width or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"embeddings: got {dtype} {shape}, want floats [batch, length, {width}]")
 
@@ -234,6 +238,7 @@ class Transformer(nnx.Module):
         options: dict[str, Any] = {"reduction": reduction, "z_loss": z_loss, "label_smoothing": label_smoothing}
         return self.losses_and_routing(tokens, targets, segment_ids=segment_ids, weights=weights, **options)[0]
 
+    @under_defaults
     def losses_and_routing(
         self,
         tokens: jax.Array,

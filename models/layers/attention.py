@@ -12,15 +12,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels import masks
 from jax_kernels.masks.arrays import named_dense
+from jax_kernels.masks.checks import is_array
 from jax_kernels.models.config import (
     DTYPES,
     check_fp8_scaling,
     check_heads,
+    check_kind,
     check_precision,
     check_sequence,
     dtype_name,
     positive_number,
 )
+from jax_kernels.models.layers.inputs import check_floats
 from jax_kernels.models.layers.kv_cache import KVCache, append, check_length
 from jax_kernels.models.layers.linear import Linear, shared_projections
 from jax_kernels.models.parallel.sharding import (
@@ -56,16 +59,20 @@ def rotary_embedding(x: jax.Array, positions: jax.Array, theta: float = 10000.0)
     Args:
       x: [..., T, H, D] with D even.
       positions: [T] or [..., T], the positions of the tokens.
-      theta: base of the frequencies.
+      theta: base of the frequencies, above 0.
 
     Returns:
       [..., T, H, D] in x's dtype; computed in float32.
 
     Raises:
-      ValueError: D is odd.
+      ValueError: D is odd, positions have another shape, or theta is 0 or less.
+      TypeError: x is no array of floats, positions are no array of numbers, or theta is no number.
 
     Source: Su et al., "RoFormer" (2021), arXiv:2104.09864.
     """
+    check_floats("x", x)
+    _check_rotary_positions(positions, x.shape)
+    theta = theta if isinstance(theta, jax.core.Tracer) else positive_number("theta", theta)
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ValueError(f"x: got head_dim {head_dim}, want an even number: rotary embedding rotates pairs")
@@ -257,7 +264,7 @@ class MultiHeadAttention(nnx.Module):
         Raises:
           ValueError: an array has the wrong shape, the cache has no room for T tokens, or cache and segment_ids are
             both given. A traced length cannot be checked: under jit, a sequence past the cache's end gets NaN.
-          TypeError: the cache's length or positions are not integers.
+          TypeError: x has no floats, cache is no KVCache, or its length or positions are not integers.
           NotImplementedError: the tokens and the batch are sharded, and the mask has several batch entries.
         """
         self._check_input(x)
@@ -378,6 +385,7 @@ class MultiHeadAttention(nnx.Module):
         return token_order(self.sequence_axis, self.sequence_layout, length, what)
 
     def _check_input(self, x: jax.Array) -> None:
+        check_floats("x", x)
         if x.ndim != 3 or x.shape[-1] != self.model_dim:
             raise ValueError(f"x: got shape {x.shape}, want [batch, length, {self.model_dim}]")
 
@@ -385,6 +393,7 @@ class MultiHeadAttention(nnx.Module):
         """Raises ValueError or TypeError unless the cache has this module's shapes, x's batch, and room for x's
         tokens.
         """
+        check_kind("cache", cache, KVCache, "a KVCache from init_cache or from a call")
         batch, length, _ = x.shape
         want = (batch, cache.max_length, self.num_kv_heads, self.head_dim)
         if cache.key.shape != want or cache.value.shape != want:
@@ -449,10 +458,30 @@ def as_mask(mask: jax.Array | masks.Mask, q_length: int, kv_length: int) -> mask
 
 
 def _check_positions(positions: jax.Array, batch: int, length: int) -> None:
+    is_array("positions", positions, "integers [length] or [batch, length]")
     if positions.shape not in ((length,), (batch, length)):
         raise ValueError(f"positions: got shape {positions.shape}, want [length] or [batch, length] = {batch, length}")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"positions: got dtype {positions.dtype}, want integers")
+
+
+def _check_rotary_positions(positions: Any, shape: tuple[int, ...]) -> None:
+    """Raises TypeError or ValueError unless positions are numbers [T] or [..., T], for an x [..., T, H, D] of `shape`.
+
+    Axes before T may have length 1.
+    """
+    is_array("positions", positions, "an array of positions")
+    if not (jnp.issubdtype(positions.dtype, jnp.integer) or jnp.issubdtype(positions.dtype, jnp.floating)):
+        raise TypeError(f"positions: got dtype {positions.dtype}, want integers or floats")
+    if len(shape) < 3:
+        raise ValueError(f"x: got shape {shape}, want [..., length, heads, head_dim]")
+    outer, found = shape[:-3], positions.shape
+    fits = len(found) in range(1, len(outer) + 2) and found[-1] == shape[-3]
+    own = outer[len(outer) - len(found) + 1 :]
+    if not fits or any(got not in (1, want) for got, want in zip(found[:-1], own, strict=True)):
+        raise ValueError(
+            f"positions: got shape {found}, want [length] = {shape[-3:-2]} or [..., length] = {shape[:-2]}"
+        )
 
 
 def _is_for_decoding(mask: Any, batch: int) -> bool:

@@ -218,7 +218,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
           [B, T, model_dim] in dtype.
 
         Raises:
-          ValueError: x has the wrong shape.
+          ValueError: x or positions have the wrong shape.
+          TypeError: x has no floats, or positions are not integers.
         """
         arrays = self._heads(x, 0, positions)
         if sequence_devices(self.sequence_axis) == 1:

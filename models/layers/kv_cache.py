@@ -57,6 +57,8 @@ def check_length(cache: KVCache, *, new_tokens: int) -> None:
     A known length must leave room for new_tokens more; a traced length is not checked.
     """
     batch, *_ = cache.key.shape
+    if not hasattr(cache.length, "dtype"):
+        raise TypeError(f"cache: got a length of type {type(cache.length).__name__}, want an int32 array")
     if not jnp.issubdtype(cache.length.dtype, jnp.integer):
         raise TypeError(f"cache: got a length of dtype {cache.length.dtype}, want int32")
     if cache.length.shape not in ((), (batch,)):

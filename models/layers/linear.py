@@ -15,7 +15,7 @@ from jax_kernels.models.layers.delayed_scaling import (
     is_recording,
     record,
 )
-from jax_kernels.ops.checks import checked_array
+from jax_kernels.models.layers.inputs import check_promotion, checked_residual
 from jax_kernels.ops.matmul import fp8_shared
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_op
@@ -52,7 +52,8 @@ class Linear(nnx.Linear):
 
     Raises, when called:
       ValueError: an activation, a residual or "fp8" is combined with an option that runs as in nnx; or as matmul.
-      TypeError: dtype, or the promoted dtype of x and the parameters, has 8 bits.
+      TypeError: dtype, or the promoted dtype of x and the parameters, has 8 bits; x has 8 bits, and dtype is None;
+        or residual is no array of floats.
       NotImplementedError: as matmul.
 
     Sources of delayed scaling: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; the
@@ -107,8 +108,8 @@ class Linear(nnx.Linear):
                 )
             return super().__call__(inputs, out_sharding)
         bias = None if self.bias is None else self.bias[...]
-        x, kernel, _ = _promoted(self, inputs, self.kernel[...], bias)
-        residual = _residual(self, residual, x.dtype)
+        x, kernel, _ = _promoted(self, inputs, self.kernel[...], bias, name="inputs")
+        residual = _residual(self, residual, x, self.out_features)
         if bias is not None and bias.dtype != jax.numpy.float32:
             bias = bias.astype(x.dtype)
         options: dict[str, Any] = {"bias": bias, "activation": self.activation, "residual": residual}
@@ -192,21 +193,26 @@ _twice = in_both_modes(
 )
 
 
-def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:
+def _residual(module: nnx.Linear, residual: Any, x: jax.Array, width: int) -> Any:
     """The residual, cast to the dtype of the module's result, to which it is added; None for None.
 
-    dtype: of the computation. The result has this dtype if the module has a dtype of its own, else the promoted dtype
-    of it and the residual. Raises TypeError if the residual is no array.
+    x: in the dtype of the computation. The result has this dtype if the module has a dtype of its own, else the
+    promoted dtype of it and the residual. width: of the result. Raises TypeError or ValueError for a residual of wrong
+    dtype or shape.
     """
     if residual is None:
         return None
-    residual = checked_array("residual", residual)
-    wide = dtype if module.dtype is not None else jax.numpy.promote_types(dtype, residual.dtype)
+    residual = checked_residual(residual, (*x.shape[:-1], width), "the result's")
+    wide = x.dtype if module.dtype is not None else jax.numpy.promote_types(x.dtype, residual.dtype)
     return residual.astype(wide)
 
 
-def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
-    """(x, *others), all in the dtype of the module's computation. Raises TypeError if this dtype has 8 bits."""
+def _promoted(module: nnx.Linear, x: jax.Array, *others: Any, name: str = "x") -> Any:
+    """(x, *others), all in the dtype of the module's computation. Raises TypeError if this dtype, or x, has 8 bits.
+
+    name: of x, for the error.
+    """
+    check_promotion(module.dtype, param_dtype=others[0].dtype, **{name: x})
     x, *others = module.promote_dtype((x, *others), dtype=module.dtype)
     if x.dtype.itemsize == 1:
         raise TypeError(f"dtype: got {x.dtype} for the computation, want 16 or 32 bits, also with precision='fp8'")
@@ -282,7 +288,7 @@ class GatedMLP(nnx.Module):
         x, gate, up = _promoted(of, x, *weights)
         if of.precision in mlp_op.PRECISIONS:
             down = self.down_proj.kernel[...].astype(x.dtype)
-            residual = _residual(of, residual, x.dtype)
+            residual = _residual(of, residual, x, self.down_proj.out_features)
             wide = residual if residual is not None and residual.dtype != x.dtype else None  # mlp has no out_dtype
             out = mlp_op.mlp(
                 x,

@@ -14,13 +14,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jax_kernels.masks.checks import is_array
 from jax_kernels.models.config import check_choices, check_exchange, check_kind, check_precision, check_size
+from jax_kernels.models.layers.inputs import check_promotion, checked_residual
 from jax_kernels.models.layers.linear import GatedMLP
 from jax_kernels.models.layers.pairs import Pairs
 from jax_kernels.models.layers.routing import ExpertBias, RouterKernel, Routing, balanced, route
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.models.parallel.token_exchange import after, exchange_rows, gather_tokens, scatter_tokens
-from jax_kernels.ops.checks import checked_array
+from jax_kernels.ops.checks import check_scale, checked_array
 from jax_kernels.ops.grouped.experts import Combination, gated_experts
 from jax_kernels.ops.grouped.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from jax_kernels.ops.grouped.rows import permuted_rows
@@ -170,6 +172,8 @@ class MixtureOfExperts(nnx.Module):
         x = checked_array("x", x)
         if x.ndim == 0 or x.shape[-1] != self.model_dim or not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"x: got {x.dtype} {x.shape}, want floats [..., model_dim] = [..., {self.model_dim}]")
+        residual = None if residual is None else checked_residual(residual, x.shape)
+        check_promotion(self.dtype, x=x, param_dtype=self.up_proj.dtype)
         if has_explicit_axes():
             spec = self.rules.spec(self._names(x), x.shape, jax.sharding.get_abstract_mesh())
             call = lambda module, x, residual: module.with_routing(x, residual=residual)
@@ -187,7 +191,6 @@ class MixtureOfExperts(nnx.Module):
             out = out + self.shared(x).astype(jnp.float32)
         dtype = x.dtype
         if residual is not None:
-            residual = checked_array("residual", residual)
             dtype = dtype if self.dtype is not None else jnp.promote_types(dtype, residual.dtype)
             out = residual.astype(dtype) + out
         return out.astype(dtype), routing
@@ -197,14 +200,21 @@ class MixtureOfExperts(nnx.Module):
 
         load: a step's, integers [num_experts], as in the Routing of with_routing. Trainer updates its model itself.
 
-        Raises ValueError if the module has no expert_bias, or load has another shape.
+        Raises ValueError if the module has no expert_bias, load has another shape, or rate is below 0 or not finite;
+        TypeError if load is no array of integers, or rate is no number.
 
         Sources: as in DeepSeek-V3 (2024), arXiv:2412.19437, after Wang et al. (2024), arXiv:2408.15664.
         """
         if self.expert_bias is None:
             raise ValueError("balance_bias: got False, want True for a module with an expert_bias")
-        if jnp.shape(load) != (self.num_experts,):
-            raise ValueError(f"load: got shape {jnp.shape(load)}, want [num_experts] = {(self.num_experts,)}")
+        is_array("load", load, "integers [num_experts]")
+        if load.shape != (self.num_experts,):
+            raise ValueError(f"load: got shape {load.shape}, want [num_experts] = {(self.num_experts,)}")
+        if not jnp.issubdtype(load.dtype, jnp.integer):
+            raise TypeError(f"load: got dtype {load.dtype}, want integers")
+        check_scale("rate", rate)
+        if rate is None or (not isinstance(rate, jax.core.Tracer) and rate < 0):
+            raise ValueError(f"rate: got {rate}, want a number of 0 or more")
         self.expert_bias[...] = balanced(self.expert_bias[...], load, rate)
 
     def _names(self, x: jax.Array) -> tuple[str | None, ...]:

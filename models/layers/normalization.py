@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx import initializers
 
 from jax_kernels.models.config import check_kind, check_size
+from jax_kernels.models.layers.inputs import check_floats, check_promotion
 from jax_kernels.ops.normalization import normalization, vjp
 from jax_kernels.plain_numbers import plain_arguments
 from jax_kernels.tracing.explicit_mesh import explicit_mesh
@@ -154,7 +155,11 @@ def _promoted(module: Any, x: Any, residual: Any, scale: Any, bias: Any) -> tupl
     float32.
     """
     weights = [None if y is None else y[...] for y in (scale, bias)]
-    arrays = [None if y is None else jnp.asarray(y) for y in (x, residual)]
-    x, residual, *_ = module.promote_dtype((*arrays, *weights), dtype=module.dtype)
+    x = jnp.asarray(x)
+    if residual is not None:
+        residual = jnp.asarray(residual)
+        check_floats("residual", residual)
+    check_promotion(module.dtype, x=x, param_dtype=next((y.dtype for y in weights if y is not None), None))
+    x, residual, *_ = module.promote_dtype((x, residual, *weights), dtype=module.dtype)
     weights = [y if y is None or y.dtype == jnp.float32 else y.astype(x.dtype) for y in weights]
     return x, residual, *weights

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
+from jax_kernels.models.layers.inputs import check_promotion, checked_residual
 from jax_kernels.models.layers.linear import GatedMLP, Linear
 from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
 from jax_kernels.models.layers.quantized_experts import QuantizedMixtureOfExperts, QuantizedWeight
@@ -136,6 +137,7 @@ class QuantizedLinear(nnx.Module):
     def promoted(self, x: jax.Array) -> jax.Array:
         """x in the dtype of the computation. Raises TypeError if that dtype has 8 bits. x: [..., in_features]."""
         bias = None if self.bias is None else self.bias[...]
+        check_promotion(self.dtype, x=x, param_dtype=self.param_dtype)
         x, *_ = self.promote_dtype((jnp.asarray(x), jnp.zeros((), self.param_dtype), bias), dtype=self.dtype)
         if x.dtype.itemsize == 1:
             raise TypeError(f"dtype: got {x.dtype} for the computation, want 16 or 32 bits")
@@ -147,6 +149,9 @@ class QuantizedLinear(nnx.Module):
         x: [..., in_features]. residual: [..., out_features], or None.
         """
         x = self.promoted(x)
+        if residual is not None:
+            shape = (*x.shape[:-1], self.out_features)
+            residual = checked_residual(residual, shape, "the result's").astype(x.dtype)
         bias = None if self.bias is None else self.bias[...]
         if bias is not None and bias.dtype != jnp.float32:
             bias = bias.astype(x.dtype)
@@ -155,7 +160,7 @@ class QuantizedLinear(nnx.Module):
             self.kernel,
             bias=bias,
             activation=self.activation,
-            residual=None if residual is None else residual.astype(x.dtype),
+            residual=residual,
             precision=self.precision,
             implementation=self.implementation,
         )

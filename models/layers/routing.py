@@ -85,11 +85,12 @@ def route(
     preferred = lax.stop_gradient(found)
     preferred = preferred if bias is None else preferred + lax.stop_gradient(bias)
     experts = largest(preferred, count)
-    weights = jnp.take_along_axis(found, experts, axis=-1)
-    tiny = jnp.finfo(jnp.float32).tiny
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdims=True) + tiny)
-    probability = found if scores == "softmax" else found / (found.sum(-1, keepdims=True) + tiny)
+    # Scores are divided by their sum as a softmax of their logarithms, which has a gradient also if all scores are 0.
+    logs = jnp.maximum(logits, jnp.finfo(jnp.float32).min)
+    logs = logs if scores == "softmax" else jax.nn.log_sigmoid(logs)
+    weights = jnp.take_along_axis(logs if renormalize else found, experts, axis=-1)
+    weights = jax.nn.softmax(weights) if renormalize else weights
+    probability = found if scores == "softmax" else jax.nn.softmax(logs)
     load = loads(experts, kernel.shape[1])
     return scale * weights, experts, Routing(load=load, probability=probability.sum(0))
 

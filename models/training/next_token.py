@@ -8,10 +8,12 @@ import jax.numpy as jnp
 
 from jax_kernels.models.training.packing import DealtDocuments, within_documents
 from jax_kernels.models.transformer import Transformer
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["is_next_token_loss", "next_token_loss"]
 
 
+@under_defaults
 def next_token_loss(
     model: Transformer, batch: Any, key: jax.Array, *, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jax_kernels.masks import checks
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["DealtDocuments", "Packed", "document_positions", "document_starts", "packed", "within_documents"]
 
@@ -51,29 +52,46 @@ def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
     return Packed(segment_ids, document_positions(segment_ids) if is_whole else None)
 
 
+@under_defaults
 def document_positions(segment_ids: jax.Array) -> jax.Array:
     """The position of each token in its document: the distance from the first token of its run of equal ids.
 
-    segment_ids: integers [B, T]. Returns int32 [B, T].
+    segment_ids: integers [B, T]. Returns int32 [B, T]. Raises TypeError for another dtype or no array, ValueError for
+    another shape.
     """
-    if jnp.ndim(segment_ids) != 2:
-        raise ValueError(f"segment_ids: got shape {jnp.shape(segment_ids)}, want [batch, length]")
+    _check_integers(segment_ids=segment_ids)
+    if segment_ids.ndim != 2:
+        raise ValueError(f"segment_ids: got shape {segment_ids.shape}, want [batch, length]")
     place = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return place - lax.cummax(jnp.where(starts, place, 0), axis=1)
 
 
+@under_defaults
 def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """The targets [B, T], with -1 where the next token is in another document or the token's segment id is below 0.
 
     targets: the next token of each token. segment_ids: integers [B, T], the document of each token. The last target of
-    a row does not change, because the document of its token is not known.
+    a row does not change, because the document of its token is not known. Unsigned targets become int32.
+
+    Raises TypeError for another dtype or no array, ValueError for other shapes.
     """
-    if jnp.ndim(targets) != 2 or jnp.shape(segment_ids) != jnp.shape(targets):
-        shapes = f"{jnp.shape(targets)} and {jnp.shape(segment_ids)}"
+    _check_integers(targets=targets, segment_ids=segment_ids)
+    if targets.ndim != 2 or segment_ids.shape != targets.shape:
+        shapes = f"{targets.shape} and {segment_ids.shape}"
         raise ValueError(f"targets, segment_ids: got shapes {shapes}, want [batch, length] for both")
+    if jnp.issubdtype(targets.dtype, jnp.unsignedinteger):
+        targets = checks.int32("targets", targets, "integers [batch, length]")
     goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)), constant_values=True)
     return jnp.where(goes_on & (segment_ids >= 0), targets, -1)
+
+
+def _check_integers(**arrays: Any) -> None:
+    """Raises TypeError unless each is an array of integers. arrays: the arguments, by their names in messages."""
+    for name, x in arrays.items():
+        checks.is_array(name, x, "integers [batch, length]")
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name}: got dtype {x.dtype}, want integers")
 
 
 def document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:

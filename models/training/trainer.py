@@ -42,10 +42,13 @@ from jax_kernels.models.training.trainer_checks import (
     check_fit,
     checked_arguments,
     checked_batch,
+    checked_losses,
     checked_scale,
+    updated,
 )
 from jax_kernels.models.transformer import Transformer
 from jax_kernels.plain_numbers import plain_arguments
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["Trainer"]
 
@@ -63,12 +66,13 @@ class Trainer(TrainerCheckpoints):
 
     Args:
       config: of the model; its `remat` says which values the backward rematerialises.
-      optimizer: an optax optimizer.
+      optimizer: an optax optimizer whose update needs only (gradients, state, params).
       mesh: from make_mesh; None for one device. The step runs with Auto axes: if the mesh has Explicit axes, the
         attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
       seed: of the parameters and of the keys that `loss` gets; from 0 to 2**32 - 1.
       accumulate: the number of parts into which each batch is cut. The parts run one after the other, and their
-        gradients are added in float32.
+        gradients are added in float32. With experts it changes the step: next_token_loss computes the load-balancing
+        loss of each part from the part's own loads.
       loss: loss(model, batch, key) -> (the sum of the losses, their count or the sum of their weights). The step uses
         the gradient of the whole batch's sum divided by the whole batch's count. key depends on the seed, the step and
         the part. For a model with experts the loss may also return the part of the sum that balances them, and the
@@ -173,7 +177,7 @@ class Trainer(TrainerCheckpoints):
         count = jnp.where(count > 0, count, 1)  # a batch without targets, such as all padding, has gradients of 0
         gradients, params = without_histories(gradients), without_histories(state["params"])
         gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, params)
-        updates, moments = self.optimizer.update(gradients, state["optimizer"], params)
+        updates, moments = updated(self.optimizer, gradients, state["optimizer"], params)
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
         after = {
             "params": optax.apply_updates(params, updates),
@@ -209,7 +213,7 @@ class Trainer(TrainerCheckpoints):
 
         def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
             model = nnx.merge(self.graphdef, params)
-            total, count, *others = self.loss(model, batch, key)
+            total, count, *others = checked_losses(self.loss(model, batch, key))
             return total, (count, (tuple(others), nnx.state(model, AmaxHistory)))
 
         differentiate = jax.value_and_grad(loss, has_aux=True) if scale is None else scaled_gradient(loss, scale)
@@ -256,6 +260,7 @@ class Trainer(TrainerCheckpoints):
             moved = balanced(bias[...], balance[1].load[i], experts.bias_rate) if balance else bias[...]
             after["layers"][layer]["mlp"]["expert_bias"] = bias.replace(moved)
 
+    @under_defaults  # optax too promotes dtypes
     def train(self, batch: Any) -> dict[str, jax.Array]:
         """Runs one step on a batch, sharded as by shard_batch or TokenBatches.
 
@@ -309,9 +314,11 @@ class Trainer(TrainerCheckpoints):
     @functools.cached_property
     def _evaluate(self) -> Any:
         """The jitted loss: a function of (params, batch) that returns the results of `loss`."""
-        loss = lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0))
+        model = lambda params: nnx.merge(self.graphdef, params)
+        loss = lambda params, batch: checked_losses(self.loss(model(params), batch, jax.random.key(0)))
         return jax.jit(loss, compiler_options=compiler_options(self.mesh, triton_products=False))
 
+    @under_defaults
     def evaluate(self, batch: Any) -> float:
         """The mean loss on a batch, in nats for next_token_loss; 0 if no target counts. Raises the errors of
         `train`. The part of the loss that balances experts is left out.

@@ -6,17 +6,29 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_kernels.masks.checks import array_text
 from jax_kernels.models.config import TransformerConfig, check_kind, check_size, positive
+from jax_kernels.models.layers.routing import Routing
 from jax_kernels.models.parallel.sharding import ShardingRules
 from jax_kernels.models.training.loss_scale import FIRST, LARGEST, SMALLEST
 from jax_kernels.models.training.token_ids import check_targets, checked_tokens
 from jax_kernels.ops.cross_entropy.targets import clipped
 
-__all__ = ["as_json", "check_fit", "checked_arguments", "checked_batch", "checked_scale", "fields_of_model"]
+__all__ = [
+    "as_json",
+    "check_fit",
+    "checked_arguments",
+    "checked_batch",
+    "checked_losses",
+    "checked_scale",
+    "fields_of_model",
+    "updated",
+]
 
 
 def checked_batch(batch: Any, vocabulary: int, name: str) -> tuple[Any, ...]:
@@ -83,6 +95,37 @@ def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: 
         raise TypeError(f"loss: got {loss!r}, want a function of (model, batch, key)")
     check_size("seed", seed, most=2**32 - 1)
     return int(seed)
+
+
+def checked_losses(found: Any) -> tuple[Any, ...]:
+    """The results of Trainer's argument `loss`, as a tuple. Raises TypeError unless they are (sum, count), or these
+    with the balance term and the Routing; ValueError unless the numbers are scalars.
+    """
+    want = "want (the sum of the losses, their count), or these with the balance term and the Routing"
+    if not isinstance(found, tuple | list) or len(found) not in (2, 4):
+        got = f"{len(found)} values" if isinstance(found, tuple | list) else array_text(found)
+        raise TypeError(f"loss: got {got} from it, {want}")
+    for which, x in zip(("sum", "count", "balance term"), found, strict=False):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | int | float):
+            raise TypeError(f"loss: got {array_text(x)} as the {which} from it, {want}")
+        if np.shape(x) != ():
+            raise ValueError(f"loss: got {array_text(x)} as the {which} from it, want a scalar")
+    if not jnp.issubdtype(jnp.result_type(found[0]), jnp.floating):
+        raise TypeError(f"loss: got {array_text(found[0])} as the sum from it, want a float")
+    if len(found) == 4 and not isinstance(found[3], Routing):
+        raise TypeError(f"loss: got {array_text(found[3])} as the fourth result from it, want the model's Routing")
+    return tuple(found)
+
+
+def updated(optimizer: Any, gradients: Any, moments: Any, params: Any) -> tuple[Any, Any]:
+    """The results of optimizer.update. Raises TypeError if it needs further arguments, such as the loss's value."""
+    try:
+        return optimizer.update(gradients, moments, params)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        want = "want one whose update needs only (gradients, state, params), such as optax.adamw(1e-3)"
+        raise TypeError(f"optimizer: got one with {str(error).split(' ', 1)[1]}, {want}") from error
 
 
 def checked_scale(scale: Any, config: TransformerConfig) -> float | None:

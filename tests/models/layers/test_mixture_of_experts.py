@@ -200,14 +200,56 @@ def test_the_bias_moves_by_the_sign():
     np.testing.assert_allclose(module.expert_bias[...] - before, [0.25, 0.25, 0, 0, -0.25, -0.25], atol=1e-6)
 
 
-def test_weights_of_tiny_scores():
-    """Sigmoids that underflow to 0 give weights of 0, not NaN."""
-    kernel = jnp.full((DIM, 4), -100.0)
-    given = {"count": 2, "scores": "sigmoid", "renormalize": True, "scale": 1.0}
-    weights, experts, routing = route(jnp.ones((1, DIM)), kernel, None, **given)
-    assert weights.tolist() == [[0, 0]]
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("low", [-1e9, -300.0, -100.0, -88.0, -60.0, -3.0])
+def test_weights_of_tiny_scores(scores, low):
+    """Scores that underflow keep their ratios, and gradients that are finite; the bias chooses the experts."""
+    logits = jnp.array([[low, low - 1, 0.0 if scores == "softmax" else low, low]])
+    bias = jnp.array([2.0, 2.0, 0.0, 0.0])
+    given = {"count": 2, "scores": scores, "renormalize": True, "scale": 2.0}
+
+    def of(logits, dtype=np.float64):
+        logits = np.asarray(logits, dtype)
+        logs = logits if scores == "softmax" else -np.logaddexp(0, -logits)
+        ratios = lambda logs: np.exp(logs - logs.max()) / np.exp(logs - logs.max()).sum()
+        return 2 * ratios(logs[0, :2]), ratios(logs[0])
+
+    weights, experts, routing = route(jnp.ones((1, 1)), logits, bias, **given)
     assert experts.tolist() == [[0, 1]]
-    assert np.isfinite(routing.balance_loss)
+    for got, want in zip((weights[0], routing.probability), of(logits), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-30)
+
+    def loss(logits):
+        weights, _, routing = route(jnp.ones((1, 1)), logits, bias, **given)
+        return (weights * jnp.array([1.0, 3.0])).sum() + (routing.probability * jnp.arange(4.0)).sum()
+
+    gradient = jax.grad(loss)(logits)
+    assert np.isfinite(gradient).all()
+    if low > -1e6:  # float64 differences
+        wide = np.asarray(logits, np.float64)
+        value = lambda wide: (of(wide)[0] * [1, 3]).sum() + (of(wide)[1] * np.arange(4)).sum()
+        steps = 1e-5 * np.eye(4)[:, None]
+        want = [(value(wide + step) - value(wide - step)) / 2e-5 for step in steps]
+        np.testing.assert_allclose(gradient[0], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+def test_weights_are_the_scores_over_their_sum(scores, renormalize):
+    """At ordinary logits, and at infinite ones, which leave an expert out."""
+    x, kernel = jnp.eye(64), jnp.asarray(np.random.default_rng(3).normal(size=(64, 8)) * 4, jnp.float32)
+    given = {"count": 3, "scores": scores, "renormalize": renormalize, "scale": 1.5}
+    weights, experts, routing = route(x, kernel, None, **given)
+    found = jax.nn.softmax(kernel) if scores == "softmax" else jax.nn.sigmoid(kernel)
+    chosen = jnp.take_along_axis(found, experts, axis=-1)
+    want = chosen / chosen.sum(-1, keepdims=True) if renormalize else chosen
+    np.testing.assert_allclose(weights, 1.5 * want, rtol=2e-6)
+    np.testing.assert_allclose(routing.probability, (found / found.sum(-1, keepdims=True)).sum(0), rtol=2e-6)
+    low = jnp.full((1, 8), -jnp.inf).at[0, :2].set(jnp.array([0.0, 1.0]))
+    weights, experts, _ = route(jnp.ones((1, 1)), low, None, **given)
+    assert experts[0, :2].tolist() == [1, 0]
+    assert weights[0, 2] == 0
+    assert np.isfinite(weights).all()
 
 
 def test_logits_of_16_bits_are_exact():
