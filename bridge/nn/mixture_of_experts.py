@@ -6,9 +6,9 @@ from typing import NamedTuple, Self
 
 import torch
 
-from jax_kernels.bridge.interop.arguments.autocast import without_autocast
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype, without_autocast
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
-from jax_kernels.bridge.jax_functions.argument_checks import check_activation
+from jax_kernels.bridge.jax_functions.argument_checks import check_activation, check_optional_tensors
 from jax_kernels.bridge.nn.layers import check_flags, keeping_dtype, positive
 from jax_kernels.bridge.nn.linear import GatedMLP
 from jax_kernels.bridge.ops import symbolic_trace
@@ -135,10 +135,17 @@ class MixtureOfExperts(torch.nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the experts' weighted results + residual, [..., model_dim] in x's dtype.
 
-        x: [..., model_dim], in the parameters' dtype. residual: x's shape and dtype.
+        x: [..., model_dim], in the parameters' dtype. residual: x's shape and dtype, under autocast any float dtype.
+        Raises TypeError or ValueError for another one.
         """
         if isinstance(x, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, x, residual=residual)
+        check_optional_tensors(residual=residual)
+        if residual is not None:
+            casts = residual.is_floating_point() and autocast_dtype(x.device) is not None
+            if residual.shape != x.shape or (residual.dtype != x.dtype and not casts):
+                got, want = (f"{z.dtype} {tuple(z.shape)}" for z in (residual, x))
+                raise ValueError(f"residual: got {got}, want x's {want}")
         out = self.with_routing(x)[0]
         return out if residual is None else residual + out
 
@@ -197,13 +204,15 @@ class MixtureOfExperts(torch.nn.Module):
         scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
         preferred = scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias
         experts = preferred.sort(dim=-1, descending=True, stable=True).indices[:, : self.experts_per_token]
-        weights = scores.gather(-1, experts)
-        if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        # Scores are divided by their sum as a softmax of their logarithms, which is right also if all scores are 0.
+        logs = logits.clamp(min=torch.finfo(torch.float32).min)
+        logs = logs if self.scores == "softmax" else torch.nn.functional.logsigmoid(logs)
+        weights = (logs if self.renormalize else scores).gather(-1, experts)
+        weights = weights.softmax(-1) if self.renormalize else weights
         # Not bincount, for which the host waits.
         load = torch.zeros(self.num_experts, device=x.device, dtype=torch.int32)
         load = load.scatter_add(0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32))
-        probability = (scores / (scores.sum(-1, keepdim=True) + TINY)).sum(0)
+        probability = (scores if self.scores == "softmax" else logs.softmax(-1)).sum(0)
         fraction = load.float() / load.sum().clamp(min=1)
         mean = probability / probability.sum().detach().clamp(min=TINY)
         return self.weight_scale * weights, experts, Routing(load, self.num_experts * (fraction * mean).sum())

@@ -226,3 +226,31 @@ def test_compiles_as_one_graph_and_copies():
     torch.testing.assert_close(copy.deepcopy(module)(x), want)
     assert module(torch.zeros(0, DIM)).shape == (0, DIM)
     assert module(torch.zeros(DIM)).shape == (DIM,)
+
+
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("low", [-300.0, -100.0, -88.0, -3.0])
+def test_low_logits_as_in_flax(scores, low):
+    """Weights of scores that underflow keep their ratios, and the router's gradient is finite."""
+    torch.manual_seed(0)
+    module = bridge.nn.MixtureOfExperts(DIM, WIDTH, EXPERTS, 2, scores=scores)
+    flax = models.MixtureOfExperts(DIM, WIDTH, EXPERTS, 2, scores=scores, rngs=nnx.Rngs(0))
+    with torch.no_grad():
+        module.router.copy_((low + torch.arange(EXPERTS) / 2) / DIM)
+    nnx.update(flax, weights.to_flax(module))
+    x = torch.ones(3, DIM)
+    out = module(x)
+    assert rms_error(out.detach().numpy(), np.asarray(flax(jnp.ones((3, DIM))))) < 1e-5
+    out.sum().backward()
+    assert module.router.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [torch.ones(3, 7, DIM), torch.ones(DIM), torch.ones(7, DIM, dtype=torch.bool), torch.ones(7, DIM).double()],
+    ids=["batch", "row", "bool", "float64"],
+)
+def test_residuals_are_like_x(residual):
+    module = bridge.nn.MixtureOfExperts(DIM, WIDTH, EXPERTS, 2)
+    with pytest.raises(ValueError, match=r"^residual: got torch\..*, want x's torch.float32 \(7, 16\)"):
+        module(torch.ones(7, DIM), residual)
