@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
+from jax_kernels.bridge.interop import warn_once
 from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype, without_autocast
 
 META = torch.device("meta")
@@ -74,8 +75,9 @@ def test_float64_is_not_cast(name):
     assert errors[0] == errors[1]
 
 
-def test_float64_falls_back_to_pytorch():
+def test_float64_falls_back_to_pytorch(monkeypatch):
     """The functions that promise PyTorch's own computation for float64 give it under autocast too."""
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     query = torch.randn(1, 2, 4, 8, dtype=torch.float64)
     module = bridge.nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64)
     x = torch.randn(2, 5, 16, dtype=torch.float64)

@@ -9,6 +9,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from jax_kernels import bridge
 from jax_kernels.bridge import masks
+from jax_kernels.bridge.interop import warn_once
 
 BATCH, HEADS, LENGTH, KV_LENGTH, HEAD_DIM = 2, 4, 40, 48, 8
 GENERATOR = torch.Generator().manual_seed(0)
@@ -214,7 +215,8 @@ def test_library_mask():
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_other_calls_run_pytorchs_function():
+def test_other_calls_run_pytorchs_function(monkeypatch):
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     qkv = [x.double() for x in make()]
     with pytest.warns(UserWarning, match=r"flex_attention: query is torch.float64.* PyTorch's own function runs"):
         got = bridge.flex_attention(*qkv, block_mask=block_mask(documents))
