@@ -80,9 +80,10 @@ def attention(
         check_dense(name, x)
     query, key, value = _of_one_batch(query, key, value)
     causal = _is_causal(module) if is_causal is None else is_causal
-    if query.shape[2] == 1 and attention_mask is None and causal and sliding_window not in (None, _NOT_GIVEN):
-        key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
-        position_bias = None if position_bias is None else position_bias[..., -sliding_window:]
+    window = None if sliding_window is _NOT_GIVEN else sliding_window
+    if window is not None and causal and attention_mask is None and query.shape[2] == 1 and key.shape[2] > window:
+        key, value = key[:, :, -window:], value[:, :, -window:]
+        position_bias = None if position_bias is None else position_bias[..., -window:]
     length, kv_length = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     asks_for_weights = bool(others.get("output_attentions")) or _are_weights_collected()
@@ -343,33 +344,27 @@ def attention_mask(
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    others |= {"local_size": local_size, "allow_is_bidirectional_skip": allow_is_bidirectional_skip, "config": config}
+    given: dict[str, Any] = others | {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "attention_mask": attention_mask,
+        "local_size": local_size,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        "config": config,
+    }
     if config is not None and not _knows_is_causal(type(config)):
-        return eager_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            attention_mask=attention_mask,
-            **others,
-        )
+        return eager_mask(**given)
     if allow_is_causal_skip and _is_plain_window(local_size, config) and _is_full(attention_mask):
         if _is_whole(q_length, q_offset, kv_offset, attention_mask):
             return None
         known = isinstance(q_offset, int) and isinstance(kv_offset, int)
         if known and q_length == 1 and q_offset - kv_offset + 1 == kv_length <= (local_size or 0):
             return None
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip and not (q_length == 1 and isinstance(q_offset, torch.Tensor)),
-        **others,
-    )
+    is_static_step = q_length == 1 and isinstance(q_offset, torch.Tensor)
+    return sdpa_mask(**given, allow_is_causal_skip=allow_is_causal_skip and not is_static_step)
 
 
 def _is_plain_window(local_size: int | None, config: "PreTrainedConfig | None") -> bool:
