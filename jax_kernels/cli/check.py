@@ -59,8 +59,8 @@ QUICK = {
     "matmul": ("plain", "odd", "one_more", "float32", "tf32", "wide_out", "transposed", "residual", "tiles_epilogue"),
     "gated_matmul": ("gated", "gated_odd", "gated_tf32", "tiles_gated"),
     "mlp": ("plain", "biases", "gated", "tf32", "tiles_gated"),
-    "layer_norm": ("plain", "odd", "residual", "no_weights", "float32", "far_mean", "wide"),
-    "rms_norm": ("rms", "rms_residual", "rms_offset", "rms_no_scale", "rms_wide"),
+    "layer_norm": ("plain", "odd", "residual", "no_weights", "float32", "far_mean", "wide", "tiles_one_warpgroup"),
+    "rms_norm": ("rms", "rms_residual", "rms_offset", "rms_no_scale", "rms_wide", "tiles_rms_one_warpgroup"),
     "fp8_matmul": ("odd_tensor", "transposed_row", "bfloat16_out_block", "tiles_row"),
     "fp8_grouped_matmul": fp8_grouped_matmul.QUICK,
     "low_bit_matmul": ("int8_plain", "int4_gated", "mxfp8_transposed", "mxfp4_wide_out", "tiles_int4"),
@@ -75,8 +75,7 @@ ROOT_MEAN_SQUARE = "root mean square error"
 class Suite:
     """The cases of an op, and the functions that run and judge them.
 
-    implementations: the names of all implementations. cases: by name. gpu_cases: further cases, only for a GPU. probe:
-    the name of a case that every implementation serves if it can run here at all; None for the first case.
+    implementations: the names of all implementations. cases: by name. gpu_cases: further cases, only for a GPU.
     why_not(case, implementation): None if it can run here, else the reason. run(case, implementation): the results by
     name. judge(case, results): (error, bound) of each result, by name; the default is for a `run` that returns these.
     error: the name of this kind of error, for a table.
@@ -85,7 +84,6 @@ class Suite:
     implementations: Collection[str]
     cases: dict[str, Any]
     gpu_cases: dict[str, Any]
-    probe: str | None = None
     why_not: Callable[[Any, str], str | None]
     run: Callable[[Any, str], dict[str, Any]]
     judge: Callable[[Any, dict[str, Any]], Errors] = lambda case, errors: errors
@@ -101,9 +99,14 @@ class Suite:
         return {name: self.cases[name] for name in quick}
 
     def reasons(self) -> dict[str, str | None]:
-        """By implementation: None if it can run here, else the reason."""
-        probe = next(iter(self.cases.values())) if self.probe is None else self.cases[self.probe]
-        return {name: self.why_not(probe, name) for name in self.implementations}
+        """By implementation: None if it can run any case here, else the reason for the first case."""
+
+        def reason(name: str) -> str | None:
+            found = (self.why_not(case, name) for case in self.cases.values())
+            first = next(found)
+            return None if first is None or None in found else first
+
+        return {name: reason(name) for name in self.implementations}
 
 
 def _attention_suite(
@@ -170,8 +173,8 @@ def _matmul_suite(is_gated: bool) -> Suite:
     """The Suite of matmul or gated_matmul."""
     module = testing_matmul
     these = lambda cases: {name: case for name, case in cases.items() if case.is_gated == is_gated}
-    cases, probe = these(module.CASES | module.TRITON | _tiles(module)), "tiles_gated" if is_gated else "tiles_plain"
-    return _suite_of_runs(module, MATMUL_IMPLEMENTATIONS, cases, these(module.GPU), probe=probe)
+    cases = these(module.CASES | module.TRITON | _tiles(module))
+    return _suite_of_runs(module, MATMUL_IMPLEMENTATIONS, cases, these(module.GPU))
 
 
 def _norm_suite(op: str) -> Suite:
@@ -180,7 +183,8 @@ def _norm_suite(op: str) -> Suite:
     these = lambda cases: {name: case for name, case in cases.items() if case.op == op}
     many = {f"many_{name}": case.of_rows(1000) for name, case in these(module.CASES).items()}
     error = "largest relative error"
-    return _suite_of_runs(module, NORM_IMPLEMENTATIONS, these(module.CASES | module.LONG), many, error=error)
+    cases = these(module.CASES | module.LONG | _tiles(module))
+    return _suite_of_runs(module, NORM_IMPLEMENTATIONS, cases, many, error=error)
 
 
 def _suite_of_errors(
@@ -197,24 +201,25 @@ def _suite_of_errors(
 
 
 def _own_suite(op: str, module: Any) -> Suite:
-    """The Suite of an op whose cases are in a module of its own: CASES, and LONG, for a GPU only.
+    """The Suite of an op whose cases are in a module of its own: CASES, HOPPER if there are, and LONG, for a GPU only.
 
     module: of jax_kernels.testing, with the functions why_not and errors_by, and ERROR, unless it is the default.
     """
     error = getattr(module, "ERROR", ROOT_MEAN_SQUARE)
-    return _suite_of_errors(module, module.CASES, module.LONG, names=OPS[op].implementations, error=error)
+    cases = module.CASES | _tiles(module)
+    return _suite_of_errors(module, cases, module.LONG, names=OPS[op].implementations, error=error)
 
 
 def _tiles(module: Any) -> dict[str, Any]:
-    """The cases of a module of jax_kernels.testing for the tiles of the Hopper kernels, by name."""
-    return {f"tiles_{name}": case for name, case in module.HOPPER.items()}
+    """The cases of a module of jax_kernels.testing for the tiles of the Hopper kernels, by name; {} if it has none."""
+    return {f"tiles_{name}": case for name, case in getattr(module, "HOPPER", {}).items()}
 
 
 def _low_bit_suite() -> Suite:
     module = low_bit_matmul
     of_kinds = lambda cases: {f"{kind}_{name}": (kind, case) for kind in module.KINDS for name, case in cases.items()}
     large = {f"large_{name}": case for name, case in of_kinds(module.LARGE).items()}
-    return _suite_of_errors(module, of_kinds(module.CASES) | _tiles(module), large, probe="tiles_int4")
+    return _suite_of_errors(module, of_kinds(module.CASES) | _tiles(module), large)
 
 
 SUITES = {
@@ -247,19 +252,15 @@ SUITES = {
         MATMUL_IMPLEMENTATIONS,
         mlp.CASES | mlp.TRITON | _tiles(mlp),
         mlp.GPU,
-        probe="tiles_plain",
         error="relative error",
     ),
     "layer_norm": _norm_suite("layer_norm"),
     "rms_norm": _norm_suite("rms_norm"),
-    "fp8_matmul": _suite_of_errors(
-        fp8_matmul, fp8_matmul.CASES | _tiles(fp8_matmul), fp8_matmul.GPU, probe="tiles_tensor"
-    ),
+    "fp8_matmul": _suite_of_errors(fp8_matmul, fp8_matmul.CASES | _tiles(fp8_matmul), fp8_matmul.GPU),
     "fp8_grouped_matmul": _suite_of_errors(
         fp8_grouped_matmul,
         fp8_grouped_matmul.CASES | _tiles(fp8_grouped_matmul),
         fp8_grouped_matmul.GPU,
-        probe="tiles_small",
     ),
     "low_bit_matmul": _low_bit_suite(),
     "fp8_norm": Suite(

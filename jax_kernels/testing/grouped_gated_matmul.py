@@ -62,7 +62,7 @@ LONG = _gated(
     decoding=Case((3, 0, 1, 0, 0, 9, 2, 1) * 8, 1024, 768),
 )
 # `jax-kernels check` runs these cases without --full.
-QUICK = ("plain", "past", "primes", "float32", "tf32", "wide_out")
+QUICK = ("plain", "past", "primes", "float32", "tf32", "wide_out", "tiles_overlapping")
 TYPICAL = {
     "grouped_gated_matmul": TypicalCall(
         grouped_gated_matmul,

@@ -245,7 +245,7 @@ LONG = {
 }
 ERROR = "largest error"  # the kind of error, for a table
 # `jax-kernels check` runs these cases without --full.
-QUICK = ("plain", "past", "primes", "float32", "tf32", "wide_out")
+QUICK = ("plain", "past", "primes", "float32", "tf32", "wide_out", "tiles_overlapping")
 TYPICAL = {
     "grouped_matmul": TypicalCall(
         grouped_matmul,

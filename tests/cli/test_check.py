@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jax_kernels import testing
+from jax_kernels import dispatch, testing
 from jax_kernels.cli import check
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
@@ -172,3 +172,15 @@ def test_quick_cases_exist():
     for op, names in check.QUICK.items():
         assert set(names) <= set(check.SUITES[op].cases), op
         assert check.SUITES[op].chosen(None, True).keys() > check.SUITES[op].chosen(None, False).keys()
+
+
+@pytest.mark.parametrize("op", [op for op, suite in check.SUITES.items() if "mosaic_gpu" in suite.implementations])
+def test_check_reaches_the_hopper_kernels(op):
+    suite = check.SUITES[op]
+    served = lambda name: suite.why_not(suite.cases[name], "mosaic_gpu") is None
+    with dispatch.on_device("h200"):
+        if op == "fp8_norm":
+            assert "it has no quantized out" in suite.reasons()["mosaic_gpu"]
+        else:
+            assert "mosaic_gpu" in check._implementations(None, [op])[op]
+            assert any(map(served, check.QUICK[op]))

@@ -256,4 +256,4 @@ GPU = {
     "many_gated": _gated((1000, 0, 3, 2045), 1024, 1536, past=5, out_dtype="bfloat16"),
 }
 # `jax-kernels check` runs these cases without --full.
-QUICK = ("plain", "past", "primes", "small", "gated")
+QUICK = ("plain", "past", "primes", "small", "gated", "tiles_small")
