@@ -6,6 +6,7 @@ import re
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -83,6 +84,19 @@ def test_trains_samples_compares_and_writes(invoke, text, tmp_path):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     for message in ("bits per byte", "tokens/s", "Sample", "logits differ by", "input gradients differ by", "150/150"):
         assert message in result.output
+
+
+@pytest.mark.parametrize("written", [{"losses": [1.0], "lr": 0.1}, [1, 2]], ids=["object", "list"])
+@pytest.mark.parametrize("arguments", [(), ("--resume",)], ids=["new", "resume"])
+def test_checkpoints_of_another_program_stay(invoke, text, tmp_path, arguments, written):
+    """As of `jax-kernels train`, which writes into the same subfolder."""
+    folder = tmp_path / "checkpoint"
+    with ocp.CheckpointManager(folder) as manager:
+        manager.save(3, args=ocp.args.Composite(run=ocp.args.JsonSave(written)))
+    result = invoke("--out", tmp_path, "--text", text, *arguments)
+    assert result.exit_code == 2
+    assert f"--out: another program wrote the checkpoint in {tmp_path}" in " ".join(result.output.split())
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["3"]
 
 
 @pytest.mark.timeout(300)

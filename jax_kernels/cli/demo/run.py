@@ -90,6 +90,7 @@ def run(
             if not folder.is_dir():
                 raise OptionError("--resume", f"there is no checkpoint in {folder}")
             checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, replace=False)))
+            check_own(checkpoints, out)
             settings, corpus, history = resumed(checkpoints, folder, steps, text, given)
             steps = max(settings.decay_steps, checkpoints.latest or 0) if steps is None else steps
         else:
@@ -105,6 +106,7 @@ def run(
             checkpoints.load_state(trainer)
         else:
             checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, replace=True)))
+            check_own(checkpoints, out)
         unigram = unigram_entropy(corpus.held_out)
         demo_report.introduce(console, device, trainer, corpus, plan, unigram)
         timing = train(console, trainer, corpus, steps, checkpoints, history)
@@ -206,6 +208,18 @@ def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> 
     branches = [(max(1, seq_len * rate // 4), rate) for rate in (1, 2, 4)]
     lengths, rates = zip(*((length, rate) for length, rate in branches if rate <= length), strict=True)
     return LongNetConfig(**dataclasses.asdict(config), segment_lengths=lengths, dilation_rates=rates)
+
+
+def check_own(checkpoints: Checkpoints, out: Path) -> None:
+    """Raises OptionError if another program, such as `jax-kernels train`, wrote the checkpoints in the folder `out`."""
+    if checkpoints.latest is None:
+        return
+    try:
+        is_own = "settings" in checkpoints.load_run()
+    except (KeyError, TypeError, ValueError, FileNotFoundError):  # there is no `run`, or it is no JSON object
+        is_own = False
+    if not is_own:
+        raise OptionError("--out", f"another program wrote the checkpoint in {out}; give another folder")
 
 
 def resumed(
