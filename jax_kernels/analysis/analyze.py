@@ -1,6 +1,7 @@
 """jax_kernels.analyze: the ops that a function runs, their work, their share of the time, and advice."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -60,11 +61,11 @@ def analyze(
     Raises:
       TypeError: `function` is no function, or takes tensors; or an argument has a tensor.
       ValueError: `device` is unknown, or is not JAX's default device and times are asked for; an argument is a
-        jax.ShapeDtypeStruct and `measure` is True; or seconds is not above 0.
+        jax.ShapeDtypeStruct and `measure` is True; or seconds is not finite and above 0.
       The errors of the function.
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds: got {seconds}, want a number above 0")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds: got {seconds}, want a finite number above 0")
     check_function("function", function, "analyze")
     check_no_tensors((args, kwargs), "analyze")
     here = device_info()

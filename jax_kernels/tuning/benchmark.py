@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 import numbers
 import statistics
 import time
@@ -75,8 +76,8 @@ def benchmark_implementations(
     Raises the error of op for these arguments; ValueError if kwargs has `implementation`, and for `gradients` if no
     array has floating-point values; TypeError if op has no plan, or no argument `implementation`.
     """
-    if not isinstance(seconds, numbers.Real) or not seconds > 0:
-        raise ValueError(f"seconds: got {seconds!r}, want a number above 0")
+    if not isinstance(seconds, numbers.Real) or not 0 < seconds < math.inf:
+        raise ValueError(f"seconds: got {seconds!r}, want a finite number above 0")
     check_function("op", op, "benchmark_implementations")
     check_no_tensors((args, kwargs), "benchmark_implementations")
     if "implementation" in kwargs:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -231,11 +232,12 @@ def tune(
 
     Yields a list, to which a TunedCall is appended for each bucket.
 
-    Raises ModuleNotFoundError without the packages filelock and platformdirs (the cli extra); RuntimeError in one of
-    several processes of a program, which must all have the same plans; ValueError for a number that is not above 0.
+    Raises ModuleNotFoundError without the packages filelock and, unless JAX_KERNELS_CACHE is set, platformdirs (the cli
+    extra); RuntimeError in one of several processes of a program, which must all have the same plans; ValueError for a
+    number that is not finite and above 0.
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds: got {seconds}, want a number above 0")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds: got {seconds}, want a finite number above 0")
     if jax.process_count() > 1:
         raise RuntimeError("tune: got one of several processes of a program, want a program of one process")
     require("filelock", "tune", "cli")  # before any time is spent

@@ -219,7 +219,8 @@ def test_operations(op, gradients, want):
     [
         ("matmull", "op: got 'matmull', want one of flash_attention, "),
         ("ring_attention", "op: got 'ring_attention'"),
-        ("matmul --seconds 0", "--seconds: got 0.0, want a number above 0"),
+        ("matmul --seconds inf", "--seconds: got inf, want a finite number above 0"),
+        ("matmul --seconds 0", "--seconds: got 0.0, want a finite number above 0"),
         ("matmul --json nowhere/r.json", "--json: got 'nowhere/r.json', want a file in a folder that exists"),
         ("matmul --html .", "--html: got '.', want a file"),
     ],

@@ -100,8 +100,9 @@ def test_the_host_timer(no_interpret):
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="seconds: got 0"):
-        benchmark_implementations(jax_kernels.flash_attention, QUERY, QUERY, QUERY, seconds=0)
+    for seconds in (0, float("inf")):
+        with pytest.raises(ValueError, match=f"seconds: got {seconds}"):
+            benchmark_implementations(jax_kernels.flash_attention, QUERY, QUERY, QUERY, seconds=seconds)
     with pytest.raises(ValueError, match="implementation: got 'xla', want none"):
         benchmark_implementations(jax_kernels.flash_attention, QUERY, QUERY, QUERY, implementation="xla")
     with pytest.raises(TypeError, match="no argument `implementation`"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import warnings
 from typing import NamedTuple
 
@@ -358,8 +359,10 @@ def test_an_error_in_the_block_leaves_traced_calls_untimed(readings):
 
 
 def test_wrong_arguments(monkeypatch):
-    with pytest.raises(ValueError, match="seconds: got 0, want a number above 0"), tune(seconds=0):
-        pass
+    for seconds in (0, math.inf, math.nan):
+        message = f"seconds: got {seconds}, want a finite number above 0"
+        with pytest.raises(ValueError, match=message), tune(seconds=seconds):
+            pass
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(RuntimeError, match="one of several processes"), tune():
         pass

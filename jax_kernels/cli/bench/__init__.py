@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,8 +49,8 @@ def bench(
     for name in ops:
         if name not in STANDARD:
             raise UserError(f"op: got {name!r}, want one of {', '.join(STANDARD)}{did_you_mean(name, STANDARD)}")
-    if not seconds > 0:
-        raise UserError(f"--seconds: got {seconds}, want a number above 0")
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--seconds: got {seconds}, want a finite number above 0")
     for option, path in (("--json", json_path), ("--html", html_path)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise UserError(f"{option}: got {str(path)!r}, want a file in a folder that exists")
