@@ -14,7 +14,13 @@ def no_gpu(request: Request) -> str | None:
     """
     if request.device.compute_capability is not None or interpreting():
         return None
-    return f"it needs an NVIDIA GPU, and this runs on {request.device.name} (JAX_KERNELS_INTERPRET=1 interprets it)"
+    return f"it needs an NVIDIA GPU, and this runs on {request.device.name}"
+
+
+def no_triton_gpu(request: Request) -> str | None:
+    """`no_gpu` for a Triton kernel, with the setting that interprets the kernel."""
+    reason = no_gpu(request)
+    return None if reason is None else f"{reason} (JAX_KERNELS_INTERPRET=1 interprets it)"
 
 
 def no_triton(request: Request) -> str | None:

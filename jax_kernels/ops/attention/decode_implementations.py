@@ -139,7 +139,7 @@ def _supports_triton(request: DecodeRequest) -> str | None:
         return "it takes bfloat16 and float16, not float32"
     if not reaches(request.mask_size, itemsize=1):
         return unsupported.OUT_OF_REACH
-    return unsupported.no_gpu(request)
+    return unsupported.no_triton_gpu(request)
 
 
 def _of_options(forward):

@@ -59,7 +59,7 @@ def _supports_triton(request: LossRequest) -> str | None:
     shapes = (request.tokens, request.depth), (request.vocabulary, request.depth)
     if not all(reaches(math.prod(shape), jnp.dtype(request.dtype).itemsize) for shape in shapes):
         return unsupported.OUT_OF_REACH
-    return unsupported.no_gpu(request)
+    return unsupported.no_triton_gpu(request)
 
 
 def _triton_config(request: LossRequest) -> tuple[Blocks, str]:

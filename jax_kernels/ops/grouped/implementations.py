@@ -105,7 +105,7 @@ def _supports_triton(request: GroupedRequest) -> str | None:
     itemsize = jnp.dtype(request.dtype).itemsize
     if not all(reaches(math.prod(shape), itemsize) for shape in shapes):
         return unsupported.OUT_OF_REACH
-    return not_for_triton(request.activation) or unsupported.no_gpu(request)
+    return not_for_triton(request.activation) or unsupported.no_triton_gpu(request)
 
 
 def _config(request: GroupedRequest, implementation: str) -> tuple[Blocks, str]:

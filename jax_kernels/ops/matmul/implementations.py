@@ -160,7 +160,9 @@ def _supports_triton(request: MatmulRequest) -> str | None:
     sizes = zip(request.shapes, _sizes(request), strict=True)
     if not all(reaches(math.prod(shape), itemsize) for shape, itemsize in sizes):
         return unsupported.OUT_OF_REACH
-    return not_for_triton(request.activation) or not_for_triton(request.derivative) or unsupported.no_gpu(request)
+    return (
+        not_for_triton(request.activation) or not_for_triton(request.derivative) or unsupported.no_triton_gpu(request)
+    )
 
 
 def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:

@@ -53,7 +53,7 @@ def _supports_triton(request: NormRequest) -> str | None:
         return "there are no rows"
     if request.quantize is not None and not reaches(request.rows * request.columns, itemsize=1):
         return unsupported.OUT_OF_REACH
-    return unsupported.no_gpu(request)
+    return unsupported.no_triton_gpu(request)
 
 
 def _supports_mosaic(request: NormRequest) -> str | None:

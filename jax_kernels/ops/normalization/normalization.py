@@ -118,7 +118,7 @@ def layer_norm(
       scale, bias: [N], in x's dtype or float32. None leaves it out.
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the variance; 0 or more.
-      scale_offset: added to scale.
+      scale_offset: added to scale; 0.0 if scale is None.
       quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass. The result equals
         quantize(out, quantize, scaling="row") with out in float32: each row has a scale, namely its largest magnitude
         before any rounding divided by the format's largest value. None leaves out in x's dtype.

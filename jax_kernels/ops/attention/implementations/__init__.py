@@ -139,7 +139,7 @@ def _supports_triton(request: AttentionRequest) -> str | None:
         return "it does not take a score_mod with a bias"
     if request.not_in_tiles:
         return request.not_in_tiles
-    return unsupported.no_gpu(request)
+    return unsupported.no_triton_gpu(request)
 
 
 def _without_mask_objects(supports):
