@@ -2,8 +2,8 @@
 
 The key of a cached call is its statics (a hashable value for all of the call but its tensors: the other arguments, and
 which arguments are tensors) and its tensors without their values. A guard of PyTorch compares the tensors in a
-microsecond. A call that the guard does not cover runs like a first call: under compilers, transforms, autocast or
-modes, or with strided tensors.
+microsecond. A call that the guard does not cover runs like a first call: under compilers, forward-mode
+differentiation or modes, with tensors that autocast casts, or with strided tensors.
 """
 
 import dataclasses

@@ -375,7 +375,7 @@ def check(
 ) -> None:
     """Compare the ops and their gradients with float64, for every implementation that can run here.
 
-    JAX_KERNELS_INTERPRET=1 adds the GPU kernels, interpreted. Exits with 1 if an error is above its bound.
+    JAX_KERNELS_INTERPRET=1 adds the Triton kernels, interpreted. Exits with 1 if an error is above its bound.
     """
     implementations = _implementations(implementation, _ops(op))
     device = find_device(None)

@@ -196,8 +196,7 @@ def _of_query(axes: slice, dtype: str) -> Callable[[Call], Any]:
 
 
 _RESIDUAL = _flag("with a residual", lambda call: spec((*call.first.shape[:-1], _columns(call)), call.first.dtype.name))
-_PRODUCT_PRECISION = Option(help="fp32 or tf32, for float32; fp8, for any dtype")
-_GROUPED_PRECISION = Option(help="fp32 or tf32, for float32; bf16 or fp16, for any dtype; fp8, of grouped_matmul")
+_PRECISION = Option(help="fp32 or tf32, for float32; bf16, fp16 or fp8, for any dtype")
 _ACTIVATION = Option(help="silu, gelu, ...")
 
 # By argument; "op.argument" is for one op alone.
@@ -275,13 +274,13 @@ OPTIONS: dict[str, Option] = {
     "bias_up": Option(help="with bias_up", type=bool, is_array=True, value=_vector(lambda call: call.values["hidden"])),
     "bias_down": Option(help="with bias_down", type=bool, is_array=True, value=_vector(_columns)),
     "matmul.bias": Option(help="with a bias", type=bool, is_array=True, value=_vector(_columns)),
-    "matmul.precision": _PRODUCT_PRECISION,
-    "gated_matmul.precision": _PRODUCT_PRECISION,
+    "matmul.precision": _PRECISION,
+    "gated_matmul.precision": _PRECISION,
     "gather_indices": _flag("with the index of each row", lambda call: spec(call.first.shape[:1], "int32")),
     "grouped_matmul.bias": _flag("with a bias", lambda call: spec(_of_groups(call), call.first.dtype.name)),
-    "grouped_matmul.precision": _GROUPED_PRECISION,
-    "grouped_gated_matmul.precision": _GROUPED_PRECISION,
-    "mlp.precision": _PRODUCT_PRECISION,
+    "grouped_matmul.precision": _PRECISION,
+    "grouped_gated_matmul.precision": _PRECISION,
+    "mlp.precision": Option(help="fp32 or tf32, for float32"),
     # losses
     "weights": _flag("with a weight for each token", lambda call: spec(call.first.shape[:-1], "float32")),
     "reduction": Option(help="none, mean or sum"),

@@ -120,7 +120,7 @@ def find_shipped(device: str) -> Mapping[str, Winner]:
 
 
 def _setting() -> str:
-    """JAX_KERNELS_TUNED: 0 ignores all winners, "own" the ones that are part of the library; 1, or nothing, none."""
+    """JAX_KERNELS_TUNED: 0 ignores all winners; "own" ignores the winners of the library; 1 or unset ignores none."""
     setting = os.environ.get(_SETTING, "")
     if setting not in _SETTINGS:
         raise ValueError(f"{_SETTING}: got {setting!r}, want 0 for block specs alone, own for your own winners, or 1")

@@ -63,7 +63,7 @@ def predicted_seconds(request: Request, blocks: Any) -> float | None:
 
 
 def slower(request: Request, blocks: Sequence[Any]) -> dict[Any, float]:
-    """The blocks that are predicted to be slower than the best ones by more than MARGIN, with their multiples of it."""
+    """{blocks: their predicted time over the smallest prediction}, for blocks whose ratio is above MARGIN."""
     found = {x: seconds for x in blocks if (seconds := predicted_seconds(request, x)) is not None}
     best = min(found.values(), default=math.inf)
     return {x: seconds / best for x, seconds in found.items() if seconds > MARGIN * best}

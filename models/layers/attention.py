@@ -112,8 +112,8 @@ class MultiHeadAttention(nnx.Module):
         shard_sequence arranges them; the rotary positions follow that order. Without such a mesh, and with a cache, the
         axis has no effect.
       sequence_strategy: as ring_attention's strategy.
-      sequence_layout: as ring_attention's layout; None for its default, or for "contiguous" with the strategy
-        "all_to_all", where each device has whole sequences of some heads.
+      sequence_layout: as ring_attention's layout; None for "zigzag" if the module is causal and the strategy is not
+        "all_to_all", which gives each device whole sequences of some heads; else for "contiguous".
       rules: the mesh axes that shard the batch and the heads; None for ShardingRules().
       rngs: initialises the kernels (LeCun normal), from its stream `params`.
 

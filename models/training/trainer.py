@@ -58,8 +58,8 @@ Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
 class Trainer(TrainerCheckpoints):
     """Trains a model of a TransformerConfig or a LongNetConfig on the devices of a mesh.
 
-    Matmuls are in config.dtype; parameters, accumulated gradients and the optimizer's moments are in
-    config.param_dtype, float32 by default. A step donates the previous step's state.
+    Matmuls are in config.dtype; parameters and the optimizer's moments are in config.param_dtype, float32 by default. A
+    step donates the previous step's state.
 
     With config.dtype "float16", the backward runs on a scaled loss. A step whose gradient is not finite is skipped: the
     parameters and the moments stay, and the scale halves. 2000 steps without an overflow double it.

@@ -55,7 +55,7 @@ class AttentionForwardSm90:
       takes effect, for plain or causal calls, for calls with a window or segments, and for calls with block lists.
     one_launch_max_tiles: calls with up to this number of tiles per SM run in one launch.
     atom: the columns of a swizzle atom in shared memory, 64, 32 or 16. The head_dims of key and value are padded to
-      multiples of it. Copies are the faster, the wider it is.
+      multiples of it. A wider atom makes copies faster.
     """
 
     compute_warpgroups: int
@@ -156,7 +156,7 @@ class AttentionBackwardSm90:
     v_stages: the number of blocks of values in shared memory, for persistent CTAs. With two, the next values need not
       wait for this block's last step.
     dquery: the blocks of the dquery kernel of a deterministic backward; None if dquery is summed in order of arrival.
-    wider_if_deterministic: whether tiles of a deterministic backward are wider, so that it runs with block_q = 64 and
+    wider_if_deterministic: whether a deterministic backward has wider tiles; it then runs with block_q = 64 and
       do_stages = 1.
     """
 
