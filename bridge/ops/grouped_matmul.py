@@ -110,7 +110,7 @@ def grouped_matmul(
         offs.diff(prepend=offs.new_zeros(1)).
       bias: [G, N], in x's dtype or float32.
       x_scale, w_scale: float32 [M] and [G, N], the factors of x's rows and of w's columns if they have 8 bits;
-        otherwise None. They get no gradients.
+        otherwise None. One that requires a gradient raises NotImplementedError.
       gather_indices: int32 or int64 [M], with x [T, K]: row i of the call is x[gather_indices[i]], and 0 for an index
         outside of x.
       activation, out_dtype, implementation: as in bridge.matmul.
@@ -154,8 +154,8 @@ def grouped_matmul(
         group_sizes,
         bias=bias,
         activation=name_of(activation),
-        x_scale=without_gradient(x_scale),
-        w_scale=without_gradient(w_scale),
+        x_scale=without_gradient("x_scale", x_scale, x),
+        w_scale=without_gradient("w_scale", w_scale, w),
         gather_indices=gather_indices,
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
@@ -230,9 +230,9 @@ def grouped_gated_matmul(
         w_up,
         group_sizes,
         activation=name_of(activation),
-        x_scale=without_gradient(x_scale),
-        w_gate_scale=without_gradient(w_gate_scale),
-        w_up_scale=without_gradient(w_up_scale),
+        x_scale=without_gradient("x_scale", x_scale, x),
+        w_gate_scale=without_gradient("w_gate_scale", w_gate_scale, w_gate),
+        w_up_scale=without_gradient("w_up_scale", w_up_scale, w_up),
         gather_indices=gather_indices,
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),

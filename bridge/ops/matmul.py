@@ -85,7 +85,8 @@ def matmul(
         the dtype of the sum in PyTorch, which is float32 for a float32 residual.
       x_scale, w_scale: of 8-bit matmuls, the factors of the 8-bit values; float32 tensors or numbers, with the shapes
         that `scaling` gives. None is 1 for 8-bit tensors; tensors that precision="fp8" rounds get scales from their
-        largest values. JAX compiles a program for each number. Scales get no gradients.
+        largest values. JAX compiles a program for each number. A scale of 8-bit values that requires a gradient raises
+        NotImplementedError; other scales get none, since rounding is differentiated as the identity.
       out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype, or torch.bfloat16 if x has 8 bits.
       precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
         "fp8": x and w are rounded to e4m3, and multiplied as 8-bit values; "bf16" or "fp16": x and w are rounded to
@@ -128,8 +129,8 @@ def matmul(
         bias=bias,
         activation=name_of(activation),
         residual=residual,
-        x_scale=without_gradient(x_scale),
-        w_scale=without_gradient(w_scale),
+        x_scale=without_gradient("x_scale", x_scale, x),
+        w_scale=without_gradient("w_scale", w_scale, w),
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
         precision=_of_weights(precision, x, w),
@@ -190,9 +191,9 @@ def gated_matmul(
         _argument("w_up", w_up),
         activation=name_of(activation),
         residual=residual,
-        x_scale=without_gradient(x_scale),
-        w_gate_scale=without_gradient(w_gate_scale),
-        w_up_scale=without_gradient(w_up_scale),
+        x_scale=without_gradient("x_scale", x_scale, x),
+        w_gate_scale=without_gradient("w_gate_scale", w_gate_scale, w_gate),
+        w_up_scale=without_gradient("w_up_scale", w_up_scale, w_up),
         transpose_w=transpose_w,
         out_dtype=dtype_name(out_dtype),
         precision=_of_weights(precision, x, w_gate),
@@ -304,13 +305,23 @@ def _argument(name: str, w: Weights) -> torch.Tensor | Stored:
     return stored(name, w) if isinstance(w, QuantizedTensor) else w
 
 
-def without_gradient(scale: torch.Tensor | float | None) -> torch.Tensor | float | None:
-    """Returns a scale (x_scale, w_scale, ...) in the form that the JAX op takes, without a gradient.
+def without_gradient(name: str, scale: torch.Tensor | float | None, values: Weights) -> torch.Tensor | float | None:
+    """Returns the scale of an operand in the form that the JAX op takes, without a gradient.
 
     A tensor is detached, and one without axes is cast to float32. Another library's number becomes a Python number.
-    None stays None.
+    None stays None. name: the argument's, such as x_scale. values: the operand, such as x.
+
+    Raises NotImplementedError for a scale of 8-bit values that requires a gradient, under torch.enable_grad. A scale
+    with which precision="fp8" rounds values has the gradient 0, since rounding is differentiated as the identity.
     """
-    return in_float32(scale.detach() if isinstance(scale, torch.Tensor) else scale)
+    if not isinstance(scale, torch.Tensor):
+        return in_float32(scale)
+    is_stored = isinstance(values, torch.Tensor) and values.dtype in EIGHT_BITS
+    if is_stored and scale.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name}: got a tensor that requires a gradient, want a detached one: a scale of 8-bit values has no gradient"
+        )
+    return in_float32(scale.detach())
 
 
 def dtype_name(out_dtype: torch.dtype | None) -> str | None:

@@ -87,6 +87,23 @@ def test_one_query_with_a_window():
         with grad_mode():
             torch.testing.assert_close(attend(sliding_window=4), want)
             torch.testing.assert_close(attend(sliding_window=16), attend())
+            bias = torch.randn(1, 4, 1, 10)
+            got = attend(sliding_window=4, position_bias=bias, scaling=0.5)
+            one = torch.nn.functional.scaled_dot_product_attention(
+                query, *[key[:, :, -4:]] * 2, attn_mask=bias[..., -4:], scale=0.5
+            )
+            torch.testing.assert_close(got, one.transpose(1, 2))
+
+
+def test_masks_of_chunks():
+    """A layer with chunks does not mask them itself, so that its mask is never None."""
+    config = transformers.Llama4TextConfig(attention_chunk_size=4)
+    in_chunk = lambda batch, head, row, column: (column <= row) & (row // 4 == column // 4)
+    position = torch.arange(10)
+    want = in_chunk(0, 0, position[:, None], position)
+    whole = {"batch_size": 1, "q_length": 10, "kv_length": 10, "device": torch.device("cpu")}
+    got = huggingface.attention_mask(**whole, mask_function=in_chunk, local_size=4, config=config)
+    torch.testing.assert_close(got, want.expand(1, 1, 10, 10))
 
 
 @pytest.mark.parametrize("length", [1, 3])

@@ -101,7 +101,7 @@ def flash_attn_func(
         before and after the query's position that it attends to; -1 is no limit.
       softcap: 0 for none; else the scores become softcap * tanh(scores / softcap).
       alibi_slopes: float32 [H] or [B, H]: slope * |position of the query - position of the key| is subtracted from the
-        scores, after softcap. The slopes get no gradient.
+        scores, after softcap. The slopes have a gradient; on a Hopper GPU it takes the Triton backward.
       deterministic: False follows torch.use_deterministic_algorithms.
       return_attn_probs: return (out, lse float32 [B, H, T], None). The probabilities are never stored.
 
@@ -274,7 +274,7 @@ def attend_with_slopes(
 ) -> Outputs:
     """Returns flash_attention's out, or with return_lse (out, lse), with ALiBi.
 
-    slope * |query position - key position| is subtracted from the scores. The slopes get no gradient.
+    slope * |query position - key position| is subtracted from the scores.
 
     The arguments are as in attend. The function changes the dict `options`.
     """
@@ -290,7 +290,7 @@ def attend_with_slopes(
     q, k, v, _, options["deterministic"] = as_torch_is_set(q, k, v, deterministic=options["deterministic"])
     options["segment_ids"] = None if ids[0] is None else ids
     offsets = offset.expand(batch) if isinstance(offset, torch.Tensor) else slopes.new_full((batch,), offset).int()
-    return _flash_attn(q, k, v, slopes.detach().expand(batch, heads), offsets, **options)
+    return _flash_attn(q, k, v, slopes.expand(batch, heads), offsets, **options)
 
 
 @from_jax

@@ -135,7 +135,17 @@ def flash_attn_with_kvcache(
       NotImplementedError: a tensor requires a gradient, under torch.enable_grad.
     """
     dtensors.refuse("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    check_no_gradient(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    check_no_gradient(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        softmax_scale=softmax_scale,
+        alibi_slopes=alibi_slopes,
+    )
     cache = checked_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
     causal, rotary_interleaved = checked_flag("causal", causal), checked_flag("rotary_interleaved", rotary_interleaved)
     num_splits = plain_of("num_splits", num_splits)

@@ -119,11 +119,11 @@ class _Rotary(NamedTuple):
         return torch.cat([found.to(x.dtype), rest], dim=-1)
 
 
-def check_no_gradient(**tensors: torch.Tensor | None) -> None:
+def check_no_gradient(**arguments: torch.Tensor | float | None) -> None:
     """Raises NotImplementedError if a tensor requires a gradient while gradients are enabled."""
     if not torch.is_grad_enabled():
         return
-    for name, x in tensors.items():
+    for name, x in arguments.items():
         if isinstance(x, torch.Tensor) and x.requires_grad:
             raise NotImplementedError(
                 f"{name}: got a tensor that requires a gradient, want none: attention to a cache has no gradient; call "

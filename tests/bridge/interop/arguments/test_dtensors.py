@@ -79,16 +79,9 @@ with torch.no_grad():
 dilated = lambda *x: bridge.dilated_attention(*x, segment_lengths=(4, 8), dilation_rates=(1, 2))
 compare("dilated", dilated, qkv, [BATCH] * 3)
 slopes = torch.tensor([0.5, 0.25, 0.125, 0.0])
-def compare_slopes(p, of):
-    def alibi(q, k, v):
-        own = distribute_tensor(slopes, mesh, [of]) if isinstance(q, DTensor) else slopes
-        return bridge.flash_attn_func(q, k, v, causal=True, softcap=2.0, alibi_slopes=own)
-
-    compare(f"alibi {p}", alibi, qkv, [p] * 3)
-
-
-compare_slopes(HEADS, Shard(0))
-compare_slopes(BATCH, WHOLE)
+alibi = lambda q, k, v, slopes: bridge.flash_attn_func(q, k, v, causal=True, softcap=2.0, alibi_slopes=slopes)
+compare("alibi, heads", alibi, [*qkv, slopes], [HEADS] * 3 + [Shard(0)])
+compare("alibi, batch", alibi, [*qkv, slopes], [BATCH] * 3 + [WHOLE])
 compare("qkvpacked", bridge.flash_attn_qkvpacked_func, [rand(4, 12, 3, 4, 8)], [Shard(3)], causal=True)
 starts = torch.tensor([0, 5, 12]).int()
 varlen = lambda q, k, v: bridge.flash_attn_varlen_func(q, k, v, starts, starts, 7, 7, causal=True)

@@ -46,6 +46,14 @@ def wanted(reference, query, key, value, *, causal=False, window_size=(-1, -1), 
     )
 
 
+def learned(options):
+    """(options with slopes that require a gradient, these slopes or nothing)."""
+    if "alibi_slopes" not in options:
+        return options, []
+    slopes = options["alibi_slopes"].clone().requires_grad_()
+    return options | {"alibi_slopes": slopes}, [slopes]
+
+
 def same_gradients(got, want, inputs, atol=2e-5):
     cotangent = torch.randn(want.shape, dtype=torch.float64)
     pairs = zip(*(torch.autograd.grad((x.double() * cotangent).sum(), inputs) for x in (got, want)), strict=True)
@@ -56,6 +64,7 @@ def same_gradients(got, want, inputs, atol=2e-5):
 @pytest.mark.parametrize("case", CASES)
 def test_flash_attn_func(case, make_qkv, reference):
     (length, kv_length), options = CASES[case]
+    options, slopes = learned(options)
     inputs = make_qkv(length=length, kv_length=kv_length, kv_heads=2)
     want, want_lse = wanted(reference, *inputs, **options)
     out, lse, nothing = bridge.flash_attn_func(*inputs, return_attn_probs=True, **options)
@@ -64,7 +73,7 @@ def test_flash_attn_func(case, make_qkv, reference):
     torch.testing.assert_close(lse.double(), want_lse, atol=3e-6, rtol=0)
     alone = bridge.flash_attn_func(*inputs, **options)
     torch.testing.assert_close(alone, out, atol=1e-6, rtol=0)
-    same_gradients(alone, want, inputs)
+    same_gradients(alone, want, [*inputs, *slopes])
 
 
 def test_packed_tensors(make_qkv, reference):
@@ -92,6 +101,7 @@ PACKED = {
 @pytest.mark.parametrize("case", PACKED)
 def test_flash_attn_varlen_func(case, reference):
     lengths, kv_lengths, options = PACKED[case]
+    options, slopes = learned(options)
     starts_of = lambda x: torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32)
     starts = starts_of(lengths)
     kv_starts = starts if kv_lengths is None else starts_of(kv_lengths)
@@ -119,7 +129,7 @@ def test_flash_attn_varlen_func(case, reference):
     assert lse.shape == (4, rows)
     torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=0)
     torch.testing.assert_close(lse[:, :-2].double(), torch.cat(lses, dim=1), atol=3e-6, rtol=0)
-    same_gradients(out, want, inputs)
+    same_gradients(out, want, inputs + slopes)
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (2, 7)], ids=["one length", "two lengths"])
@@ -147,14 +157,14 @@ def test_tokens_before_the_first_sequence(options, is_one_tensor):
     """They have out 0 and lse -inf, and no other token attends to them."""
     q, k, v = (torch.randn(12, 4, 16) for _ in range(3))
     call = lambda starts, q, k, v: bridge.flash_attn_varlen_func(
-        q, k, v, starts, starts if is_one_tensor else starts.clone(), 5, 5, return_attn_probs=True, **options
+        q, k, v, starts, starts if is_one_tensor else starts.clone(), 4, 4, return_attn_probs=True, **options
     )
-    starts = torch.tensor([3, 6, 11], dtype=torch.int32)
+    starts = torch.tensor([6, 8, 12], dtype=torch.int32)  # more tokens before it than max_seqlen
     out, lse, _ = call(starts, q, k, v)
-    want, want_lse, _ = call(starts - 3, q[3:], k[3:], v[3:])
-    torch.testing.assert_close((out[3:], lse[:, 3:]), (want, want_lse))
-    assert (out[:3] == 0).all()
-    assert (lse[:, :3] == -torch.inf).all()
+    want, want_lse, _ = call(starts - 6, q[6:], k[6:], v[6:])
+    torch.testing.assert_close((out[6:], lse[:, 6:]), (want, want_lse))
+    assert (out[:6] == 0).all()
+    assert (lse[:, :6] == -torch.inf).all()
 
 
 @pytest.mark.parametrize(

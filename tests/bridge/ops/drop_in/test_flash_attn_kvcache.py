@@ -191,9 +191,25 @@ def test_errors(case):
         bridge.flash_attn_with_kvcache(**arguments)
 
 
-def test_gradients_are_not_dropped():
-    q = Q.clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"^q: got a tensor that requires a gradient"):
-        bridge.flash_attn_with_kvcache(q, CACHE, CACHE)
+GRADIENTS = {
+    "q": {},
+    "k_cache": {},
+    "v_cache": {},
+    "k": {"k": NEW, "v": NEW},
+    "v": {"k": NEW, "v": NEW},
+    "rotary_cos": {"k": NEW, "v": NEW, "rotary_cos": COS, "rotary_sin": COS},
+    "rotary_sin": {"k": NEW, "v": NEW, "rotary_cos": COS, "rotary_sin": COS},
+    "softmax_scale": {"softmax_scale": torch.tensor(0.3)},
+    "alibi_slopes": {"alibi_slopes": SLOPES},
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_not_dropped(name):
+    arguments = {"q": Q, "k_cache": CACHE, "v_cache": CACHE, "cache_seqlens": 3} | GRADIENTS[name]
+    arguments = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+    arguments[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=rf"^{name}: got a tensor that requires a gradient"):
+        bridge.flash_attn_with_kvcache(**arguments)
     with torch.no_grad():
-        assert bridge.flash_attn_with_kvcache(q, CACHE, CACHE).shape == Q.shape
+        assert bridge.flash_attn_with_kvcache(**arguments).shape == Q.shape
