@@ -11,8 +11,14 @@ from jax_kernels import masks
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.api import from_jax
-from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
-from jax_kernels.bridge.nn.layers import PlainLinear, check_flags, empty_attention, positive, rotary_embedding
+from jax_kernels.bridge.nn.layers import (
+    PlainLinear,
+    check_flags,
+    check_input,
+    empty_attention,
+    positive,
+    rotary_embedding,
+)
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention import float_masks
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_tensor
@@ -133,7 +139,7 @@ class DynamicMaskAttention(torch.nn.Module):
         """
         if symbolic_trace.is_traced(x, mask):
             return symbolic_trace.leaf(self, x, mask=mask)
-        check_tensors(x=x)
+        check_input("x", x)
         check_dense("x", x)
         if x.ndim != 3 or x.shape[-1] != self.model_dim:
             raise ValueError(f"x: got shape {tuple(x.shape)}, want [batch, length, {self.model_dim}]")

@@ -10,17 +10,23 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
+from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+
 __all__ = [
     "PlainLayerNorm",
     "PlainLinear",
     "PlainRMSNorm",
     "TokenEmbedding",
     "check_flags",
+    "check_input",
     "empty_attention",
     "keeping_dtype",
     "positive",
     "rotary_embedding",
 ]
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def positive(name: str, x: Any) -> int:
@@ -37,6 +43,24 @@ def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, want a bool")
+
+
+def check_input(name: str, x: Any, parameter: torch.Tensor | None = None) -> None:
+    """Raises TypeError, naming the argument, unless x is a tensor of a dtype that a module's call takes.
+
+    These are float dtypes of 8 to 32 bits. parameter: x's dtype must be this tensor's, except under autocast, and
+    except if one of them has 8 bits; None allows any.
+    """
+    check_tensors(**{name: x})
+    if x.dtype not in (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2):
+        raise TypeError(
+            f"{name}: got dtype {x.dtype}, want torch.bfloat16, torch.float16 or torch.float32; cast it, with "
+            f"{name}.to(torch.float32)"
+        )
+    if parameter is None or x.dtype == parameter.dtype or {x.dtype, parameter.dtype} - {*_FLOATS}:
+        return
+    if autocast_dtype(x.device) is None:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want the parameters' {parameter.dtype}, or autocast")
 
 
 def keeping_dtype(

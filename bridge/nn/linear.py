@@ -9,6 +9,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import (
     check_activation,
     check_precision,
 )
+from jax_kernels.bridge.nn.layers import check_input
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.matmul import check_scaling_option, gated_matmul, linear, mlp
 from jax_kernels.bridge.ops.quantization import QuantizedTensor
@@ -140,6 +141,7 @@ class GatedMLP(torch.nn.Module):
             return symbolic_trace.leaf(self, x, residual=residual)
         gate, up = self.gate_proj, self.up_proj
         is_few = [isinstance(layer.weight, QuantizedTensor) for layer in (gate, up, self.down_proj)]
+        check_input("x", x, None if is_few[0] else gate.weight)
         if not any(is_few) and gate.precision in mlp_ops.PRECISIONS:
             return mlp(
                 x,

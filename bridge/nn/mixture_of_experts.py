@@ -9,7 +9,7 @@ import torch
 from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype, without_autocast
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation, check_optional_tensors
-from jax_kernels.bridge.nn.layers import check_flags, keeping_dtype, positive
+from jax_kernels.bridge.nn.layers import check_flags, check_input, keeping_dtype, positive
 from jax_kernels.bridge.nn.linear import GatedMLP
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.expert_rows import PermutedRows, TokenRows
@@ -153,8 +153,9 @@ class MixtureOfExperts(torch.nn.Module):
 
     def with_routing(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """Returns (the result of a call, the Routing of x's tokens), for a load-balancing loss."""
-        if x.shape[-1] != self.router.shape[0] or not x.is_floating_point():
-            raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}, want floats [..., {self.router.shape[0]}]")
+        check_input("x", x, self.up_proj)
+        if x.shape[-1] != self.router.shape[0]:
+            raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {self.router.shape[0]}]")
         tokens, each = x.reshape(-1, x.shape[-1]), self.experts_per_token
         weights, experts, routing = self._route(tokens)
         pairs = experts.flatten()

@@ -170,7 +170,9 @@ class MultiheadDilatedAttention(torch.nn.Module):
             "layout": layout,
             "order": order,
         }
-        dlpack.check_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
+        of_parameters = torch.get_default_dtype() if dtype is None else dtype
+        if of_parameters not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"dtype: got {of_parameters}, want torch.bfloat16, torch.float16 or torch.float32")
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         linear: Callable[[], torch.nn.Linear] = lambda: torch.nn.Linear(embed_dim, embed_dim, bias=bias, **place)
         self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()

@@ -319,7 +319,8 @@ def without_gradient(name: str, scale: torch.Tensor | float | None, values: Weig
     is_stored = isinstance(values, torch.Tensor) and values.dtype in EIGHT_BITS
     if is_stored and scale.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{name}: got a tensor that requires a gradient, want a detached one: a scale of 8-bit values has no gradient"
+            f"{name}: got a tensor that requires a gradient, want a detached one: a scale of 8-bit values has no "
+            "gradient"
         )
     return in_float32(scale.detach())
 

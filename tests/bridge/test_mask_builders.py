@@ -164,6 +164,9 @@ def test_prepare_mask(make_qkv):
         of_meta = bridge.prepare_mask(mask, *(x.bfloat16().to("meta") for x in inputs), is_causal=True)
         assert jax.tree.structure(of_meta) == jax.tree.structure(want)
         assert len(bridge.prepare_mask(mask, *inputs[:2]).lists) == 3  # Triton's: the inputs are float32
+        with torch.autocast("cpu", torch.bfloat16):
+            of_autocast = bridge.prepare_mask(mask, *inputs, is_causal=True)
+        assert jax.tree.structure(of_autocast) == jax.tree.structure(want)
         torch.use_deterministic_algorithms(True)
         try:
             with torch.autocast("cpu", torch.bfloat16):

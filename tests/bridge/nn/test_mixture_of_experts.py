@@ -186,7 +186,7 @@ def test_bad_arguments_are_named(name):
 
 def test_bad_inputs_are_named():
     module, _ = made("softmax")
-    with pytest.raises(ValueError, match=r"x: got torch.float32 \(3, 5\), want floats"):
+    with pytest.raises(ValueError, match=r"x: got shape \(3, 5\), want"):
         module(torch.ones(3, 5))
     with pytest.raises(ValueError, match="balance_bias: got False"):
         module.update_bias(torch.ones(EXPERTS))

@@ -5,7 +5,7 @@ import torch
 
 from jax_kernels import bridge
 from jax_kernels.bridge.interop import warn_once
-from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype, without_autocast
+from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype, cast_dtype, under_autocast, without_autocast
 
 META = torch.device("meta")
 
@@ -17,6 +17,15 @@ def test_dtype_of_each_device():
         assert autocast_dtype(META) is None
         with without_autocast(torch.device("cpu")), without_autocast(META):
             assert autocast_dtype(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.bfloat16, torch.float32])
+def test_dtypes_that_autocast_casts(dtype):
+    x = torch.ones(3, dtype=dtype)
+    assert under_autocast(x) is x
+    with torch.autocast("cpu", torch.float16):
+        want = torch.float16 if dtype in (torch.bfloat16, torch.float32) else dtype
+        assert cast_dtype(x) == under_autocast(x).dtype == want
 
 
 def test_sdpa_with_floats_as_mask():
