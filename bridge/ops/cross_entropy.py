@@ -28,6 +28,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = -1,
+    precision: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
     """jax_kernels.linear_cross_entropy on PyTorch tensors: the cross-entropy of each token under the logits x @ w, with
@@ -48,7 +49,7 @@ def linear_cross_entropy(
       reduction: "none", "sum" or "mean". With "sum" and "mean" the forward computes the gradients, if any are needed.
         The mean of no token is 0, where PyTorch's is NaN.
       transpose_w: whether w is [V, D].
-      softcap, label_smoothing, z_loss: as in jax_kernels.linear_cross_entropy.
+      softcap, label_smoothing, z_loss, precision: as in jax_kernels.linear_cross_entropy.
       ignore_index: the id of further targets that do not count.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
@@ -60,7 +61,7 @@ def linear_cross_entropy(
     targets = in_int32(targets)
     call = _linear_cross_entropy.lookup(
         (x, w, targets, weights),
-        (reduction, transpose_w, softcap, label_smoothing, z_loss, ignore_index, implementation),
+        (reduction, transpose_w, softcap, label_smoothing, z_loss, ignore_index, precision, implementation),
     )
     if call and call.cached:
         return call.cached(call.tensors)
@@ -80,5 +81,6 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         ignore_index=ignore_index,
+        precision=precision,
         implementation=implementation,
     )

@@ -200,7 +200,8 @@ def _loss(request: LossRequest, inputs: Any, backward: bool) -> Cost:
     matmuls = (3 if request.reduction == "none" else 2) if backward else 1
     flops = matmuls * matmul_flops(request.tokens, request.vocabulary, request.depth)
     given = bytes_of(inputs)
-    return Cost(flops=flops, bytes=given * (2 if backward else 1) + 4.0 * request.tokens, arithmetic=request.dtype)
+    arithmetic = request.dtype if request.precision is None or backward else "fp8"
+    return Cost(flops=flops, bytes=given * (2 if backward else 1) + 4.0 * request.tokens, arithmetic=arithmetic)
 
 
 _BY_REQUEST: Mapping[type[Request], Callable[[Any, Any, bool], Cost]] = {

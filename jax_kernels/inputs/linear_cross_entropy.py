@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jax_kernels.quantization import QuantizedArray, quantize
+
 __all__ = [
     "LEAST_CHUNK",
     "LOGITS_BYTES",
@@ -16,6 +18,7 @@ __all__ = [
     "LossOptions",
     "Statistics",
     "product",
+    "rounded",
 ]
 
 # Bytes of float32 logits in memory at once. Not measured. Each tile of tokens reads and
@@ -116,6 +119,8 @@ class LossOptions:
     With z the logits x @ rows.T of a token, capped to softcap * tanh(z / softcap), its loss is
     lse(z) - (1 - label_smoothing) * z[target] - label_smoothing * mean(z) + z_loss * lse(z)**2.
 
+    precision: "fp8" if x and rows are rounded to e4m3 for the logits, each token and each entry with its own scale;
+    otherwise None. The rounding is differentiated as the identity.
     transpose_w: whether the caller's w is [V, D], as LossInputs.rows, and not [D, V]. chunk: the vocabulary entries
     whose logits are in memory at once, or where a loop is over tiles of tokens as many logits; None for a size that
     depends on the number of tokens, logits_bytes and least_chunk. logits_bytes: the bytes of float32 logits in memory
@@ -127,7 +132,13 @@ class LossOptions:
     softcap: float | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    precision: str | None = None
     chunk: int | None = None
     logits_bytes: int = LOGITS_BYTES
     least_chunk: int = LEAST_CHUNK
     layout: Layout = Layout()
+
+
+def rounded(y: jax.Array, options: LossOptions) -> QuantizedArray | None:
+    """y [..., D] in e4m3 with a scale for each row, if the options have 8 bits; otherwise None."""
+    return None if options.precision is None else quantize(jax.lax.stop_gradient(y), scaling="row", axis=-1)

@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.inputs.linear_cross_entropy import LossInputs, LossOptions, Statistics, product
+from jax_kernels.inputs.linear_cross_entropy import LossInputs, LossOptions, Statistics, product, rounded
+from jax_kernels.inputs.matmul import scale_shares
+from jax_kernels.quantization import QuantizedArray
+from jax_kernels.reference.matmul import in_turn
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 __all__ = ["counted", "gradients", "in_range", "losses_and_gradients", "losses_of", "statistics"]
@@ -30,12 +33,12 @@ def losses_of(found: Statistics, targets: jax.Array, options: LossOptions, vocab
 
 def statistics(inputs: LossInputs, options: LossOptions) -> Statistics:
     """The Statistics of each token, online over chunks of the vocabulary."""
-    vocabulary, targets = inputs.rows.shape[0], inputs.targets
+    vocabulary, targets, of_x = inputs.rows.shape[0], inputs.targets, rounded(inputs.x, options)
 
     def one(carry: Any, of_chunk: Any) -> Any:
         largest, total, chosen, summed = carry
         rows, ids = of_chunk
-        logits = _logits(inputs.x, rows, options)  # 0 for padding
+        logits = _logits(inputs.x, rows, of_x, rounded(rows, options), options)  # 0 for padding
         kept = logits + _padding(ids, vocabulary)
         above = jnp.maximum(largest, kept.max(-1))
         total = total * jnp.exp(largest - above) + jnp.exp(kept - above[..., None]).sum(-1)
@@ -61,17 +64,20 @@ def gradients(inputs: LossInputs, lse: jax.Array, cotangent: jax.Array, options:
     x, rows, _ = inputs
     layout, (cotangent, scale) = options.layout, in_range(inputs, cotangent)
     wide = jnp.float32 if x.dtype == jnp.float16 else rows.dtype
+    of_x = rounded(x, options)
 
     def one(dx: Any, of_chunk: Any) -> Any:
         rows, ids = of_chunk
-        dlogits = _dlogits(inputs, _logits(inputs.x, rows, options), ids, lse, cotangent, options)
+        logits = _logits(x, rows, of_x, rounded(rows, options), options)
+        dlogits = _dlogits(inputs, logits, ids, lse, cotangent, options)
         dx = dx + product("...v,vd->...d", dlogits, rows)
         return dx, layout.sums(dlogits, x, wide)
 
     start = as_varying(jnp.zeros(x.shape, jnp.float32), varying_axes(inputs, lse, cotangent))
     dx, drows = lax.scan(one, start, _chunks(inputs, options))
     drows = jnp.moveaxis(drows, 0, -2)  # an entry of the vocabulary is entry id // count of chunk id % count
-    drows = drows.reshape(*drows.shape[:-3], -1, rows.shape[1])[..., : rows.shape[0], :]
+    of_chunk, count = drows.shape[-3:-1]
+    drows = drows.reshape(*drows.shape[:-3], of_chunk * count, rows.shape[1])[..., : rows.shape[0], :]
     drows = layout.total(drows if scale is None else drows * scale, rows.dtype)
     return (dx if scale is None else dx * scale).astype(x.dtype), drows
 
@@ -95,16 +101,17 @@ def losses_and_gradients(
         return losses, dx, drows
     layout, counts = options.layout, _tile_counts(targets.shape, rows.shape[0], options)
     cotangent, scale = in_range(inputs, cotangent)
-    rounded, ids = rows.astype(x.dtype), lax.iota(jnp.int32, rows.shape[0])
+    cast, ids = rows.astype(x.dtype), lax.iota(jnp.int32, rows.shape[0])
+    of_rows = rounded(cast, options)
 
     def one(total: Any, tile: Any) -> Any:
-        of_tile, cotangent = LossInputs(x=tile[0], rows=rounded, targets=tile[1]), tile[2]
-        logits = _logits(tile[0], rounded, options)
+        of_tile, cotangent = LossInputs(x=tile[0], rows=cast, targets=tile[1]), tile[2]
+        logits = _logits(tile[0], cast, rounded(tile[0], options), of_rows, options)
         found = _whole_statistics(logits, ids, tile[1], options)
         dlogits = _dlogits(of_tile, logits, ids, found.lse, cotangent, options)
         dx = None
         if wanted[0]:
-            dx = product("...v,vd->...d", dlogits, rounded)
+            dx = product("...v,vd->...d", dlogits, cast)
             dx = (dx if scale is None else dx * scale).astype(dtypes[0])
         if wanted[1]:
             total = total + layout.tile_sums(dlogits, tile[0])
@@ -145,10 +152,38 @@ def _chosen(logits: jax.Array, ids: jax.Array, targets: jax.Array) -> jax.Array:
     return (logits * (ids == targets[..., None])).sum(-1)
 
 
-def _logits(x: jax.Array, rows: jax.Array, options: LossOptions) -> jax.Array:
-    """float32 [..., V]: x @ rows.T, capped. x: [..., D]. rows: [V, D], in x's dtype."""
-    logits = options.layout.logits(product("...d,vd->...v", x, rows))
+def _logits(
+    x: jax.Array,
+    rows: jax.Array,
+    of_x: QuantizedArray | None,
+    of_rows: QuantizedArray | None,
+    options: LossOptions,
+) -> jax.Array:
+    """float32 [..., V]: x @ rows.T, capped. x: [..., D]. rows: [V, D], in x's dtype.
+
+    of_x, of_rows: `rounded` of them.
+    """
+    logits = product("...d,vd->...v", x, rows) if of_x is None else _rounded_product(x, rows, of_x, of_rows)
+    logits = options.layout.logits(logits)
     return logits if options.softcap is None else options.softcap * jnp.tanh(logits / options.softcap)
+
+
+@jax.custom_jvp
+def _rounded_product(x: jax.Array, rows: jax.Array, of_x: QuantizedArray, of_rows: QuantizedArray) -> jax.Array:
+    """of_x @ of_rows.T in float32. Its derivative is the derivative of x @ rows.T."""
+    # Both dtypes are exact. On a GPU, XLA finds the 8-bit operands behind bfloat16.
+    wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    sums = product("...d,vd->...v", of_x.values.astype(wide), of_rows.values.astype(wide))
+    first, last = scale_shares(of_x.scale[..., None])
+    return in_turn(sums, first, of_rows.scale, last)
+
+
+@_rounded_product.defjvp
+def _rounded_product_jvp(primals, tangents):
+    x, rows, *_ = primals
+    dx, drows, *_ = tangents
+    tangent = product("...d,vd->...v", dx, rows) + product("...d,vd->...v", x, drows)
+    return _rounded_product(*primals), tangent
 
 
 def _chunks(inputs: LossInputs, options: LossOptions) -> tuple[jax.Array, jax.Array]:
@@ -162,7 +197,7 @@ def _chunks(inputs: LossInputs, options: LossOptions) -> tuple[jax.Array, jax.Ar
     vocabulary, depth = rows.shape
     count = -(-vocabulary // (options.chunk or _chunk(targets.shape, vocabulary, options)))
     rows = jnp.pad(rows.astype(x.dtype), ((0, -vocabulary % count), (0, 0)))
-    rows = rows.reshape(-1, count, depth).swapaxes(0, 1)
+    rows = rows.reshape(rows.shape[0] // count, count, depth).swapaxes(0, 1)
     ids = jnp.arange(rows.shape[0] * rows.shape[1], dtype=jnp.int32).reshape(-1, count).T
     return options.layout.rows(rows), ids
 

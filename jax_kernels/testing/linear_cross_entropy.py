@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from jax_kernels.quantization import quantize
 from jax_kernels.testing import named_errors
 from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.typical_call import LENGTH, TypicalCall, spec
@@ -51,6 +52,7 @@ class Case:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     scale: float = 1.0
+    precision: str | None = None
 
     @property
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -83,7 +85,7 @@ class Case:
 
     def call(self, given: dict[str, Any], implementation: str | None, op: Any = linear_cross_entropy) -> Any:
         """op(x, w, targets, ...) with the case's options. given: the arrays by name."""
-        names = ("reduction", "transpose_w", "softcap", "label_smoothing", "z_loss")
+        names = ("reduction", "transpose_w", "softcap", "label_smoothing", "z_loss", "precision")
         return op(**given, **{name: getattr(self, name) for name in names}, implementation=implementation)
 
     def run(self, implementation: str | None = None) -> dict[str, jax.Array]:
@@ -109,7 +111,7 @@ class Case:
         w = np.asarray(arrays["w"].astype(self.dtype)).astype(np.float64)
         w, targets = w.T if self.transpose_w else w, np.asarray(arrays["targets"])
         counts, one_hot = targets >= 0, np.maximum(targets, 0)[..., None] == np.arange(self.vocabulary)
-        raw, smoothing = x @ w, self.label_smoothing
+        raw, smoothing = _rounded(x) @ _rounded(w.T).T if self.precision else x @ w, self.label_smoothing
         logits = raw if self.softcap is None else self.softcap * np.tanh(raw / self.softcap)
         largest = logits.max(-1, keepdims=True)
         lse = largest + np.log(np.exp(logits - largest).sum(-1, keepdims=True))
@@ -135,6 +137,12 @@ class Case:
         return found
 
 
+def _rounded(rows: np.ndarray) -> np.ndarray:
+    """rows [..., D] in e4m3 with a scale for each row, multiplied by the scales, in float64."""
+    found = quantize(rows.astype(np.float32), scaling="row", axis=-1)
+    return np.asarray(found.values).astype(np.float64) * np.asarray(found.scale, np.float64)[..., None]
+
+
 def why_not(case: Case, implementation: str) -> str | None:
     """The reason why this implementation cannot run a case on this machine; None if it can."""
     given = {name: x for name, x in case.types.items() if name != "dout"}
@@ -154,13 +162,14 @@ def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]
 def _bound(case: Case, name: str, dtype: Any, right: np.ndarray) -> float:
     """The largest absolute error that a result may have.
 
-    Losses, and the gradients of the tokens' weights, have float32's error. dx and dw are sums of cotangents that are
+    Losses, and the gradients of the tokens' weights, have float32's error; with logits of 8-bit values, the error of
+    tensor cores, which add them in about 14 bits. dx and dw are sums of cotangents that are
     rounded to x's dtype. These roundings are independent, so the relative error of a sum equals one rounding.
 
     name, dtype: of the result. right: the right answer.
     """
     scale = float(np.abs(right).max(initial=0))
-    exact = 2**-19 * (scale + case.scale * (1 + (case.softcap or 0) / 50))
+    exact = (2**-19 if case.precision is None else 2**-11) * (scale + case.scale * (1 + (case.softcap or 0) / 50))
     if name == "dweights":
         return exact + 0.6 * float(jnp.finfo(dtype).eps) * scale
     if name not in ("dx", "dw"):
@@ -185,6 +194,8 @@ CASES = {
     "float32_mean": Case((4, 9), 24, 48, dtype="float32", reduction="mean", z_loss=0.1, softcap=5.0),
     "wide_weights": Case((23,), 32, 41, w_dtype="float32", reduction="sum"),
     "peaked": Case((23,), 32, 41, scale=30.0, dtype="float32"),
+    "8_bits": Case((2, 19), 48, 70, precision="fp8", weights="float32", label_smoothing=0.1, z_loss=1e-3),
+    "8_bits_mean": Case((37,), 40, 53, dtype="float32", precision="fp8", reduction="mean", softcap=5.0, scale=3.0),
     "one_entry": Case((5,), 8, 1, dtype="float32", reduction="mean"),
 }
 # For the Hopper kernel: sizes next to its work tiles of 128 tokens and 192 entries of the vocabulary.
@@ -200,10 +211,13 @@ HOPPER = {
     "wide_weights": Case((130,), 64, 192, w_dtype="float32", reduction="mean"),
     "peaked": Case((23,), 64, 448, scale=30.0, reduction="mean", transpose_w=True),
     "all_ignored": Case((6,), 64, 128, ignored=4, reduction="mean"),
+    "8_bits": Case((131,), 256, 448, precision="fp8", reduction="mean", weights="float32", softcap=8.0, scale=3.0),
+    "8_bits_each": Case((70,), 128, 320, precision="fp8", transpose_w=True, label_smoothing=0.1, z_loss=0.1),
+    "8_bits_float16": Case((9,), 384, 64, precision="fp8", dtype="float16", w_dtype="float32", reduction="sum"),
 }
 CASES |= {"aligned": HOPPER["each"], "aligned_mean": HOPPER["options"]}
 # Sizes next to the blocks of the Triton kernels.
-TRITON = {name: case for name, case in CASES.items() if case.dtype != "float32"} | {
+TRITON = {name: case for name, case in CASES.items() if case.dtype != "float32" and case.precision is None} | {
     "one_short": Case((127,), 63, 255, weights="float32", label_smoothing=0.1),
     "one_more": Case((3, 43), 65, 257, reduction="mean", z_loss=1e-3, transpose_w=True),
     "capped": Case((130,), 64, 384, dtype="float16", softcap=1.5, reduction="sum", label_smoothing=0.3),
@@ -213,11 +227,12 @@ LONG = {
     "many": Case((4, 1024), 1024, 50257, reduction="mean", transpose_w=True),
     "many_aligned": Case((2, 1024), 512, 50240, reduction="mean", transpose_w=True, weights="float32", z_loss=1e-4),
     "many_weighted": Case((1031,), 256, 151936, weights="float32", label_smoothing=0.1),
+    "many_8_bits": Case((2, 1024), 512, 50240, precision="fp8", reduction="mean", transpose_w=True),
     "many_capped": Case((3001,), 256, 64000, reduction="sum", softcap=30.0, z_loss=1e-4),
 }
 ERROR = "largest error"  # the kind of error, for a table
 # `jax-kernels check` runs these cases without --full.
-QUICK = ("plain", "mean", "sum", "softcap", "float16_mean", "float32", "aligned", "aligned_mean")
+QUICK = ("plain", "mean", "sum", "softcap", "float16_mean", "float32", "8_bits", "aligned", "aligned_mean")
 TYPICAL = {
     "linear_cross_entropy": TypicalCall(
         linear_cross_entropy,

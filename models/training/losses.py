@@ -114,7 +114,7 @@ def _planned(
 ) -> PlannedCall:
     """The planned call: on one device by the op's implementation, on a mesh and with a chunk by the loops of "xla"."""
     if chunk is None and _is_one_device() and x.dtype in DTYPES and w.dtype in DTYPES:
-        request = request_of(x, w, reduction, transpose_w=options.transpose_w, softcap=options.softcap)
+        request = request_of(x, w, reduction, options)
         call = OP.call(request, options, None)
         if call.implementation != "xla":
             return call

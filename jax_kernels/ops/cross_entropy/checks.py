@@ -35,7 +35,7 @@ class CheckedLoss:
 
 def check(
     *, x, w, targets, weights=None, reduction="none", transpose_w=False, softcap=None, label_smoothing=0.0, z_loss=0.0,
-    ignore_index=-1, implementation=None,
+    ignore_index=-1, precision=None, implementation=None,
 ) -> tuple[LossRequest, CheckedLoss, LossOptions]:  # fmt: skip
     """(request, arrays, options) of a linear_cross_entropy call. Raises the errors that linear_cross_entropy
     documents.
@@ -43,17 +43,17 @@ def check(
     checks.check_flags(transpose_w=transpose_w)
     checks.check_names(implementation=implementation)
     check_reduction(reduction)
-    options = checked_options(transpose_w, softcap, label_smoothing, z_loss)
+    options = checked_options(transpose_w, softcap, label_smoothing, z_loss, precision)
     x, w = _checked_operands(x, w, transpose_w)
     targets = _checked_targets(targets, x.shape[:-1], w.shape[0 if transpose_w else 1], ignore_index)
     weights = None if weights is None else _checked_weights(weights, x.shape[:-1])
-    request = request_of(x, w, reduction, transpose_w=transpose_w, softcap=options.softcap)
+    request = request_of(x, w, reduction, options)
     return request, CheckedLoss(x=x, w=w, targets=targets, weights=weights), options
 
 
-def request_of(x: Any, w: Any, reduction: str, *, transpose_w: bool, softcap: float | None) -> LossRequest:
+def request_of(x: Any, w: Any, reduction: str, options: LossOptions) -> LossRequest:
     """The request of a call with these checked arguments."""
-    depth, vocabulary = w.shape[::-1] if transpose_w else w.shape
+    depth, vocabulary = w.shape[::-1] if options.transpose_w else w.shape
     return LossRequest(
         op="linear_cross_entropy",
         device=dispatch.target_device(x),
@@ -63,7 +63,8 @@ def request_of(x: Any, w: Any, reduction: str, *, transpose_w: bool, softcap: fl
         dtype=str(x.dtype),
         w_dtype=str(w.dtype),
         reduction=reduction,
-        softcap=softcap,
+        softcap=options.softcap,
+        precision=options.precision,
         is_partitioned=is_partitioned() and not (_is_on_one_device(x) and _is_on_one_device(w)),
     )
 
@@ -80,9 +81,14 @@ def check_reduction(reduction: Any) -> None:
         raise ValueError(f"reduction: got {reduction!r}, want 'none', 'mean' or 'sum'")
 
 
-def checked_options(transpose_w: bool, softcap: Any, label_smoothing: Any, z_loss: Any) -> LossOptions:
-    """The LossOptions of these numbers. Raises TypeError or ValueError."""
+def checked_options(
+    transpose_w: bool, softcap: Any, label_smoothing: Any, z_loss: Any, precision: Any = None
+) -> LossOptions:
+    """The LossOptions of these arguments. Raises TypeError or ValueError."""
     checks.check_softcap(softcap)
+    checks.check_names(precision=precision)
+    if precision not in (None, "fp8"):
+        raise ValueError(f"precision: got {precision!r}, want 'fp8' or None")
     for name, value in {"label_smoothing": label_smoothing, "z_loss": z_loss}.items():
         checks.check_number(name, value)
         if value is None:
@@ -96,6 +102,7 @@ def checked_options(transpose_w: bool, softcap: Any, label_smoothing: Any, z_los
         softcap=None if softcap is None else float(softcap),
         label_smoothing=float(label_smoothing),
         z_loss=float(z_loss),
+        precision=precision,
         logits_bytes=loss_inputs.LOGITS_BYTES,
         least_chunk=loss_inputs.LEAST_CHUNK,
     )

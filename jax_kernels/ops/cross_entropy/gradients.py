@@ -1,6 +1,7 @@
 """The planned losses, and their sum, with gradients: of each token in the backward, of the sum in the forward."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ def planned_sum(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Arra
 
 def _flat(x: jax.Array, w: jax.Array, *of_tokens: jax.Array) -> list[jax.Array]:
     """The arrays with one axis of tokens, as kernels take them. They have derivatives in reverse mode only."""
-    arrays = [x.reshape(-1, x.shape[-1]), w, *(y.reshape(-1) for y in of_tokens)]
+    arrays = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, *(y.reshape(-1) for y in of_tokens)]
     return in_reverse_mode(arrays, no_forward_mode("linear_cross_entropy"))
 
 

@@ -21,6 +21,8 @@ __all__ = ["IMPLEMENTATIONS", "OP", "WITH_GRADIENTS", "LossRequest"]
 TRITON = MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4)
 # The epilogue runs during the other warpgroup's matmuls, as in the matmul's row with these blocks.
 SM90 = MatmulSm90(block_n=192, stages=4, row_group=8, pingpong=True, wg_rows=128)
+# For logits of 8-bit values: the matmul's blocks of 8 bits, which spill no registers here either.
+SM90_8_BITS = MatmulSm90(block_n=256, stages=4, row_group=8, promoted_steps=2)
 # The softcap's derivative needs the logit. The Hopper kernel finds it from an exponential in 16 bits, with an error of
 # 2^-9: with a smaller softcap the derivative's error would exceed its rounding's. With a larger softcap an exponential
 # may be 0, as in float16.
@@ -33,8 +35,8 @@ MEASURED = "measured on an NVIDIA H200, at two shapes and with reduction='mean'"
 class LossRequest(Request):
     """A linear cross-entropy without its arrays: x [tokens, depth], w [depth, vocabulary].
 
-    dtype: x's. w_dtype: w's. reduction: "none", "mean" or "sum". softcap: of the logits, or None. is_partitioned:
-    whether XLA may shard the call over several devices.
+    dtype: x's. w_dtype: w's. reduction: "none", "mean" or "sum". softcap: of the logits, or None. precision: "fp8" for
+    logits of 8-bit values, or None. is_partitioned: whether XLA may shard the call over several devices.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ("tokens", "depth", "vocabulary")
@@ -47,6 +49,7 @@ class LossRequest(Request):
     w_dtype: str
     reduction: str
     softcap: float | None = None
+    precision: str | None = None
     is_partitioned: bool = False
 
 
@@ -56,6 +59,8 @@ def _supports_triton(request: LossRequest) -> str | None:
         return reason
     if request.dtype == "float32":
         return "its matmuls of float32 arrays would use tf32, and this op's are exact"
+    if request.precision is not None:
+        return "it has no matmul of 8-bit values"
     shapes = (request.tokens, request.depth), (request.vocabulary, request.depth)
     if not all(reaches(math.prod(shape), jnp.dtype(request.dtype).itemsize) for shape in shapes):
         return unsupported.OUT_OF_REACH
@@ -75,6 +80,8 @@ def _supports_mosaic(request: LossRequest) -> str | None:
         return "its wgmma instructions take bfloat16 and float16, not float32"
     if request.depth % 64 or request.vocabulary % 64:
         return "it needs D and V in multiples of 64"
+    if request.precision is not None and request.depth % 128:
+        return "with precision='fp8' it needs D in multiples of 128"
     least, most = SOFTCAPS
     if request.softcap is not None and not (request.dtype == "bfloat16" and least <= request.softcap <= most):
         return f"with a softcap it takes bfloat16 and a softcap from {least} to {most}, since it stores exponentials"
@@ -82,6 +89,8 @@ def _supports_mosaic(request: LossRequest) -> str | None:
 
 
 def _mosaic_config(request: LossRequest) -> tuple[Blocks, str]:
+    if request.precision is not None:
+        return Blocks(forward=SM90_8_BITS, backward=SM90_8_BITS, core_count=request.device.core_count), NOT_MEASURED
     return Blocks(forward=SM90, backward=SM90, core_count=request.device.core_count), MEASURED
 
 
@@ -118,6 +127,8 @@ WITH_GRADIENTS = {"mosaic_gpu": kernel(sm90.losses_and_gradients, "backward", on
 def _order(request: LossRequest) -> tuple[tuple[str, ...], str]:
     if request.is_partitioned:
         return ("xla", "mosaic_gpu", "triton"), "with several devices, as xla alone keeps w sharded over the vocabulary"
+    if request.precision is not None:
+        return ("mosaic_gpu", "xla", "triton"), "not measured: xla multiplies the 8-bit values in 16 bits"
     if request.reduction == "none":
         return (
             "xla",

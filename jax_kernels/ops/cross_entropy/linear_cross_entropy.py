@@ -29,6 +29,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = -1,
+    precision: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "..."]:
     """The cross-entropy of each token under the logits x @ w, in nats. The logits are never all in memory.
@@ -62,9 +63,13 @@ def linear_cross_entropy(
       label_smoothing: from 0 to 1, the share of the target's probability that all ids have in equal parts.
       z_loss: the factor of lse**2, which keeps the logits from drifting.
       ignore_index: the id of further targets that do not count. It may be V or more.
+      precision: None, or "fp8": x and w are rounded to e4m3 for the matmul of the logits, with a scale for each token
+        and for each entry of the vocabulary, as quantize(x, scaling="row") rounds. The gradients are those of rounding
+        as the identity, and their matmuls have x's dtype.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
         takes float32 x, and has derivatives in forward mode (jax.jvp) and second derivatives. "mosaic_gpu" runs on
-        Hopper; it takes D and V in multiples of 64, and with bfloat16 a softcap from 4 to 40.
+        Hopper; it takes D and V in multiples of 64, with precision="fp8" D in multiples of 128, and with bfloat16 a
+        softcap from 4 to 40. "triton" has no precision="fp8".
 
     Returns:
       float32 [...], or a scalar with reduction="mean" or "sum".
@@ -88,6 +93,7 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         ignore_index=ignore_index,
+        precision=precision,
         implementation=implementation,
     )
     call = OP.call(request, options, implementation)

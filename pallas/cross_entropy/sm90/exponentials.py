@@ -1,9 +1,9 @@
 """The Hopper matmul of linear_cross_entropy: its epilogue reduces the logits, and stores their exponentials in 16 bits.
 
-The kernel is the Hopper matmul with another epilogue. With z the logits of a work tile and m the largest of them in a
-row, the epilogue stores exp(z - m), and for each row m, the sum of exp(z - m) and the target's logit in float32. An
-exponential keeps its relative precision in 16 bits, like the cotangent that is made from it. A logit would not: an
-error of 2^-9 of 20 changes its exponential by 4 %.
+The kernel is the Hopper matmul of 16-bit or 8-bit values with another epilogue. With z the logits of a work tile and m
+the largest of them in a row, the epilogue stores exp(z - m), and for each row m, the sum of exp(z - m) and the target's
+logit in float32. An exponential keeps its relative precision in 16 bits, like the cotangent that is made from it. A
+logit would not: an error of 2^-9 of 20 changes its exponential by 4 %.
 """
 
 import dataclasses
@@ -19,8 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.inputs.linear_cross_entropy import LossOptions
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90
-from jax_kernels.pallas.kernel_types import Index, Ref
-from jax_kernels.pallas.matmul.sm90.accumulate import Sums, columns_of, plain_sums
+from jax_kernels.pallas.kernel_types import Index, Ref, Slice
+from jax_kernels.pallas.matmul.sm90.accumulate import (
+    Sums,
+    columns_of,
+    plain_sums,
+    promoted_sums,
+    scaled,
+    with_scales_to_load,
+)
 from jax_kernels.pallas.matmul.sm90.matmul import REGISTERS, load_tile, store_part
 from jax_kernels.pallas.matmul.sm90.state import BUFFERS, ROWS, Kernel, Smem, Traits, WorkTile
 from jax_kernels.pallas.mosaic.columns import picked
@@ -36,7 +43,7 @@ class TileStatistics(NamedTuple):
 
     largest: the largest logit of a row in a work tile. total: the sum of exp(logit - largest). chosen: the target's
     logit, 0 if the target is in another work tile. summed: the sum of the logits, None without label smoothing.
-    exponentials: exp(logit - largest), [M, V] in x's dtype; None if they are not wanted.
+    exponentials: exp(logit - largest), [M, V] in 16 bits; None if they are not wanted.
     """
 
     largest: Any
@@ -61,11 +68,11 @@ class LossKernel:
 
 
 def tile_statistics(
-    x: jax.Array,
-    w: jax.Array,
+    inputs: MatmulInputs,
     targets: jax.Array,
     options: LossOptions,
     *,
+    dtype: jnp.dtype,
     config: MatmulSm90,
     core_count: int,
     interpret: bool,
@@ -73,12 +80,18 @@ def tile_statistics(
 ) -> TileStatistics:
     """The TileStatistics of the logits x @ w, capped.
 
-    x: [M, D], M a multiple of config.block_m. w: [D, V], or [V, D] with options.transpose_w, in x's dtype. D and V
-    are multiples of 64. targets: int32 [M]; a target that is not in the vocabulary is never chosen. core_count: the
-    number of SMs. interpret: runs the kernel in JAX's interpreter.
+    inputs: x [M, D], M a multiple of config.block_m, and w [D, V], or [V, D] with options.transpose_w, in x's dtype. D
+    and V are multiples of 64. Or 8-bit values with the scales of their rows, w [V, D], and D a multiple of 128.
+    targets: int32 [M]; a target that is not in the vocabulary is never chosen. dtype: of the exponentials. core_count:
+    the number of SMs. interpret: runs the kernel in JAX's interpreter.
     """
-    of_matmul = MatmulOptions(transpose_w=options.transpose_w, out_dtype=str(x.dtype))
-    inputs = MatmulInputs(x=x, w=w)
+    is_8_bit = inputs.x_scale is not None
+    of_matmul = MatmulOptions(
+        transpose_w=is_8_bit or options.transpose_w,
+        out_dtype=str(dtype),
+        scaling="row" if is_8_bit else None,
+    )
+    inputs = with_scales_to_load(inputs, of_matmul)
     traits = Traits.of(inputs, of_matmul, config)
     if traits.cluster != 1 or traits.m % traits.block_m:
         raise ValueError(f"{config}: want cluster=1, and blocks that divide the {traits.m} rows")
@@ -88,14 +101,16 @@ def tile_statistics(
         total=of_rows,
         chosen=of_rows,
         summed=of_rows if options.label_smoothing else None,
-        exponentials=jax.ShapeDtypeStruct((traits.m, traits.n), x.dtype) if with_exponentials else None,
+        exponentials=jax.ShapeDtypeStruct((traits.m, traits.n), dtype) if with_exponentials else None,
     )
     leaves, tree = jax.tree.flatten(types)
+    operands, of_operands = jax.tree.flatten(inputs)
     ctas = min(core_count, traits.tiles)
 
-    def entry(x, w, targets, *results):
+    def entry(*refs):
         def run(smem):
-            given: Any = MatmulInputs(x=x, w=w)
+            given: Any = jax.tree.unflatten(of_operands, refs[: len(operands)])
+            targets, *results = refs[len(operands) :]
             none: Any = None
             matmul = Kernel(traits=traits, clusters=ctas, inputs=given, results=none, smem=smem)
             made = jax.tree.unflatten(tree, results)
@@ -111,7 +126,7 @@ def tile_statistics(
         warpgroups=traits.compute_wgs + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,
-    )(x, w, targets)
+    )(*operands, targets)
     return jax.tree.unflatten(tree, made)
 
 
@@ -131,7 +146,8 @@ def _kernel(kernel: LossKernel) -> None:
 
 def _compute_tile(kernel: LossKernel, wg: Index, tile: WorkTile, nth: Index) -> None:
     """Computes the rows of a work tile that warpgroup `wg` has, and reduces them."""
-    for half, sums in enumerate(plain_sums(kernel.matmul, wg, tile, nth)):
+    sums_of = promoted_sums if kernel.traits.is_8_bit else plain_sums
+    for half, sums in enumerate(sums_of(kernel.matmul, wg, tile, nth)):
         _epilogue(kernel, wg, tile, half, sums)
 
 
@@ -141,7 +157,7 @@ def _epilogue(kernel: LossKernel, wg: Index, tile: WorkTile, half: int, sums: Su
     row, block = tile.row + traits.first_row(wg, half), lax.div(tile.column, jnp.int32(traits.block_n))
     rows, is_cut = pl.ds(row, ROWS), traits.n % traits.block_n != 0
     target = plgpu.load(kernel.targets.at[rows], layout=ROW, optimized=False) - tile.column
-    parts = [_capped(kernel, columns_of(sums.product, i, columns)) for i in range(traits.block_n // columns)]
+    parts = [_logits(kernel, sums, i, rows, tile.column) for i in range(traits.block_n // columns)]
     wide = lambda y: lax.broadcast_in_dim(y, parts[0].shape, [0])
     pick = lambda: functools.reduce(jnp.add, [picked(z, target - i * columns) for i, z in enumerate(parts)])
     is_elsewhere = (target < 0) | (target >= traits.block_n)
@@ -182,6 +198,18 @@ def _store_exponentials(
         pl.when(column < kernel.traits.n)(store)
     else:
         store()
+
+
+def _logits(kernel: LossKernel, sums: Sums, part: int, rows: Slice, column: Index) -> jax.Array:
+    """The capped logits of a part of a work tile, float32 [64, columns]. column: the work tile's first column.
+
+    A part past the last entry of the vocabulary has sums of zero, and takes the scales of other entries.
+    """
+    traits = kernel.traits
+    start = jnp.minimum(column + part * traits.columns, traits.n - traits.columns)
+    places = pl.ds(start, traits.columns)
+    product = columns_of(sums.product, part, traits.columns)
+    return _capped(kernel, scaled(kernel.matmul, product, kernel.matmul.inputs.w_scale, rows, places))
 
 
 def _capped(kernel: LossKernel, z: jax.Array) -> jax.Array:

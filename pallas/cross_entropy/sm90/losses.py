@@ -14,10 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_kernels.inputs.linear_cross_entropy import LossGradients, LossInputs, LossOptions, Statistics
+from jax_kernels.inputs.linear_cross_entropy import LossGradients, LossInputs, LossOptions, Statistics, rounded
+from jax_kernels.inputs.matmul import MatmulInputs
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90
 from jax_kernels.pallas.cross_entropy.passes.cotangents import RowTerms, cotangents
 from jax_kernels.pallas.cross_entropy.sm90.exponentials import TileStatistics, tile_statistics
+from jax_kernels.pallas.kernel_types import needed
+from jax_kernels.quantization import QuantizedArray
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 # Bytes of the exponentials in memory at once.
@@ -32,9 +35,17 @@ def statistics(
 ) -> Statistics:
     """The Statistics of each token, [M]. x: [M, D]. No axis is empty. D and V are multiples of 64."""
     tokens = inputs.x.shape[0]
-    run = functools.partial(tile_statistics, config=config, core_count=core_count, interpret=interpret)
     padded = _padded(inputs, -tokens % config.block_m)
-    tiles = run(padded.x, _w(inputs, options), padded.targets, options, with_exponentials=False)
+    tiles = tile_statistics(
+        _operands(padded.x, _weights(inputs, options), options),
+        padded.targets,
+        options,
+        dtype=inputs.x.dtype,
+        config=config,
+        core_count=core_count,
+        interpret=interpret,
+        with_exponentials=False,
+    )
     return jax.tree.map(lambda y: y[:tokens], _merged(tiles, inputs.rows.shape[0]))
 
 
@@ -63,18 +74,20 @@ def losses_and_gradients(
     Arguments are as in `statistics` and `gradients`.
     """
     tokens, vocabulary = inputs.x.shape[0], inputs.rows.shape[0]
-    w = _w(inputs, options)
+    w, weights = _w(inputs, options), _weights(inputs, options)
     count, chunk = _chunks(tokens, vocabulary, config.block_m)
     padded = _padded(inputs, count * chunk - tokens)
     of_chunks = lambda y: y.reshape(count, chunk, *y.shape[1:])
     of_x, of_w = (jnp.float32 if y.dtype == jnp.float16 else y.dtype for y in inputs[:2])
     of_sum = of_w if count <= MOST_ROUNDED else jnp.float32
     by_w, by_x = ("mv,vd->md", "mv,md->vd") if options.transpose_w else ("mv,dv->md", "mv,md->dv")
-    run = functools.partial(tile_statistics, config=config, core_count=core_count, interpret=interpret)
+    run = functools.partial(
+        tile_statistics, dtype=inputs.x.dtype, config=config, core_count=core_count, interpret=interpret
+    )
 
     def one(dw: jax.Array, of_chunk: Any) -> tuple[jax.Array, tuple[Statistics, jax.Array]]:
         x, targets, cotangent = of_chunk
-        tiles = run(x, w, targets, options, with_exponentials=True)
+        tiles = run(_operands(x, weights, options), targets, options, with_exponentials=True)
         found = _merged(tiles, vocabulary)
         terms = _row_terms(tiles, found, targets, cotangent, options)
         dlogits = cotangents(tiles.exponentials, terms, options, config.block_n, interpret=interpret)
@@ -94,6 +107,22 @@ def _w(inputs: LossInputs, options: LossOptions) -> jax.Array:
     """The caller's w in x's dtype: inputs.rows [V, D] with transpose_w, else their transpose."""
     rows = inputs.rows.astype(inputs.x.dtype)
     return rows if options.transpose_w else rows.T
+
+
+def _weights(inputs: LossInputs, options: LossOptions) -> jax.Array | QuantizedArray:
+    """The weights as the matmul of the logits takes them: _w, or with 8 bits the rounded rows [V, D]."""
+    if options.precision is None:
+        return _w(inputs, options)
+    # The barrier keeps XLA from rounding them in each step of the loop over the chunks.
+    return lax.optimization_barrier(rounded(inputs.rows.astype(inputs.x.dtype), options))
+
+
+def _operands(x: jax.Array, weights: jax.Array | QuantizedArray, options: LossOptions) -> MatmulInputs:
+    """The operands of the matmul of the logits. x: [M, D]. weights: from _weights."""
+    if not isinstance(weights, QuantizedArray):
+        return MatmulInputs(x=x, w=weights)
+    of_x = needed(rounded(x, options))
+    return MatmulInputs(x=of_x.values, w=weights.values, x_scale=of_x.scale, w_scale=weights.scale)
 
 
 def _padded(inputs: LossInputs, count: int) -> LossInputs:
