@@ -284,6 +284,7 @@ OPTIONS: dict[str, Option] = {
     # losses
     "weights": _flag("with a weight for each token", lambda call: spec(call.first.shape[:-1], "float32")),
     "reduction": Option(help="none, mean or sum"),
+    "linear_cross_entropy.precision": Option(help="fp8: logits of 8-bit values"),
     # norms
     "layer_norm.scale": Option(help="with a scale", type=bool, is_array=True, value=_vector(_columns)),
     "rms_norm.scale": Option(help="with a scale", type=bool, is_array=True, value=_vector(_columns)),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jax_kernels.quantization import QuantizedArray, quantize
+from jax_kernels.tracing.derivatives import without_derivative
 
 __all__ = [
     "LEAST_CHUNK",
@@ -26,6 +27,10 @@ __all__ = [
 LOGITS_BYTES = 2**29
 # Vocabulary entries of a chunk: fewer leave tensor cores idle.
 LEAST_CHUNK = 512
+# JAX drops the rule of a derivative that lies within another rule inside of a loop.
+NO_SECOND_DERIVATIVE = (
+    "precision: got 'fp8' in a second derivative of jax.lax.scan or another loop, want None: JAX does not keep its rule"
+)
 
 
 def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -120,7 +125,8 @@ class LossOptions:
     lse(z) - (1 - label_smoothing) * z[target] - label_smoothing * mean(z) + z_loss * lse(z)**2.
 
     precision: "fp8" if x and rows are rounded to e4m3 for the logits, each token and each entry with its own scale;
-    otherwise None. The rounding is differentiated as the identity.
+    otherwise None. Derivatives are of x @ rows.T. is_differentiable: whether JAX's derivatives of the logits are these;
+    it costs another matmul.
     transpose_w: whether the caller's w is [V, D], as LossInputs.rows, and not [D, V]. chunk: the vocabulary entries
     whose logits are in memory at once, or where a loop is over tiles of tokens as many logits; None for a size that
     depends on the number of tokens, logits_bytes and least_chunk. logits_bytes: the bytes of float32 logits in memory
@@ -133,6 +139,7 @@ class LossOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     precision: str | None = None
+    is_differentiable: bool = False
     chunk: int | None = None
     logits_bytes: int = LOGITS_BYTES
     least_chunk: int = LEAST_CHUNK
@@ -141,4 +148,7 @@ class LossOptions:
 
 def rounded(y: jax.Array, options: LossOptions) -> QuantizedArray | None:
     """y [..., D] in e4m3 with a scale for each row, if the options have 8 bits; otherwise None."""
-    return None if options.precision is None else quantize(jax.lax.stop_gradient(y), scaling="row", axis=-1)
+    if options.precision is None:
+        return None
+    y = jax.lax.stop_gradient(y) if options.is_differentiable else without_derivative(y, NO_SECOND_DERIVATIVE)
+    return quantize(y, scaling="row", axis=-1)

@@ -163,27 +163,24 @@ def _logits(
 
     of_x, of_rows: `rounded` of them.
     """
-    logits = product("...d,vd->...v", x, rows) if of_x is None else _rounded_product(x, rows, of_x, of_rows)
+    if of_x is None or of_rows is None:
+        logits = product("...d,vd->...v", x, rows)
+    else:
+        logits = _by_8_bits(of_x, of_rows)
+        if options.is_differentiable:
+            exact = product("...d,vd->...v", x, rows)
+            logits = lax.stop_gradient(logits - exact) + exact
     logits = options.layout.logits(logits)
     return logits if options.softcap is None else options.softcap * jnp.tanh(logits / options.softcap)
 
 
-@jax.custom_jvp
-def _rounded_product(x: jax.Array, rows: jax.Array, of_x: QuantizedArray, of_rows: QuantizedArray) -> jax.Array:
-    """of_x @ of_rows.T in float32. Its derivative is the derivative of x @ rows.T."""
+def _by_8_bits(of_x: QuantizedArray, of_rows: QuantizedArray) -> jax.Array:
+    """of_x @ of_rows.T in float32."""
     # Both dtypes are exact. On a GPU, XLA finds the 8-bit operands behind bfloat16.
     wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     sums = product("...d,vd->...v", of_x.values.astype(wide), of_rows.values.astype(wide))
     first, last = scale_shares(of_x.scale[..., None])
     return in_turn(sums, first, of_rows.scale, last)
-
-
-@_rounded_product.defjvp
-def _rounded_product_jvp(primals, tangents):
-    x, rows, *_ = primals
-    dx, drows, *_ = tangents
-    tangent = product("...d,vd->...v", dx, rows) + product("...d,vd->...v", x, drows)
-    return _rounded_product(*primals), tangent
 
 
 def _chunks(inputs: LossInputs, options: LossOptions) -> tuple[jax.Array, jax.Array]:

@@ -38,6 +38,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    precision: str | None = None,
     chunk: int | None = None,
     rules: ShardingRules | None = None,
 ) -> jax.Array:
@@ -68,7 +69,7 @@ def linear_cross_entropy(
       weights: floats [...], the factor of each token's loss; None is 1. They have a gradient.
       reduction: "none", the losses of the tokens; "sum"; or "mean", the sum divided by the sum of the weights of the
         tokens that count. The mean of no token is 0.
-      softcap, label_smoothing, z_loss: as in jax_kernels.linear_cross_entropy.
+      softcap, label_smoothing, z_loss, precision: as in jax_kernels.linear_cross_entropy.
       chunk: the largest number of vocabulary entries whose logits are in memory at once; with "sum" and "mean", as many
         logits for each token of the batch. None for 4096 with "none", and for 0.5 GB of logits on a device otherwise.
       rules: the mesh axes that shard the logits; None for ShardingRules().
@@ -103,7 +104,7 @@ def linear_cross_entropy(
         raise ValueError(f"chunk: got {chunk!r}, want a positive int")
     vocabulary = w.shape[0 if transpose_w else 1]
     check_targets(targets, vocabulary)
-    options = checked_options(transpose_w, plain(softcap), plain(label_smoothing), plain(z_loss))
+    options = checked_options(transpose_w, plain(softcap), plain(label_smoothing), plain(z_loss), plain(precision))
     rules = ShardingRules() if rules is None else rules
     call = _planned(x, w, options, reduction, chunk, rules)
     return reduced(call, x, w, usable_targets(targets, vocabulary), weights, reduction)

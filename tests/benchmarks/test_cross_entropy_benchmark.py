@@ -48,7 +48,7 @@ def test_runs(tmp_path, monkeypatch, without_gpu, words):
     assert benchmark.main([*given.split(), "--output", str(output)]) == 0
     (row,) = json.loads(output.read_text())["rows"]
     statuses = {c["name"]: c["status"] for c in row["contenders"]}
-    run, absent = ("xla", "chunked", "none"), ("mosaic_gpu", "triton")
+    run, absent = ("xla", "chunked", "none"), ("mosaic_gpu", "triton", "mosaic_gpu_8_bits")
     assert statuses == dict.fromkeys(run, "ok") | dict.fromkeys(absent, "unavailable")
     assert row["contenders"][0]["tflops"] > 0
 

@@ -207,12 +207,14 @@ def _experts(implementation: str) -> Call:
     return Call(function=combine, shapes=(_shape(152, 128), *kernels, _shape(152, 2)))
 
 
-def _cross_entropy(implementation: str, reduction: str, depth: int = 72, vocabulary: int = 333) -> Call:
+def _cross_entropy(
+    implementation: str, reduction: str, depth: int = 72, vocabulary: int = 333, precision: str | None = None
+) -> Call:
     """Tokens and a vocabulary that fill no block; ignored tokens."""
 
     def loss(x: Any, w: Any) -> Any:
         targets = jnp.arange(200, dtype=jnp.int32) * 7 % vocabulary - 1
-        given = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3}
+        given = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3, "precision": precision}
         return jk.linear_cross_entropy(x, w, targets, **given, implementation=implementation)
 
     return Call(function=loss, shapes=(_shape(200, depth), _shape(depth, vocabulary)))
@@ -338,6 +340,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "hopper layer_norm 9 x 16384": lambda: _norm("layer_norm", HOPPER, 9, 16384),
     "hopper cross entropy": lambda: _cross_entropy(HOPPER, "none", 64, 320),
     "hopper cross entropy mean": lambda: _cross_entropy(HOPPER, "mean", 64, 320),
+    "hopper cross entropy of 8 bits": lambda: _cross_entropy(HOPPER, "mean", 256, 320, "fp8"),
     "mma.sync causal 128": _attention_sm80,
     "triton causal 64": lambda: _attention(TRITON, 64, is_causal=True, lengths=(333, 333)),
     "triton 128": lambda: _attention(TRITON, 128, window=(60, 20), softcap=5.0),

@@ -1,5 +1,6 @@
 """The planned losses, and their sum, with gradients: of each token in the backward, of the sum in the forward."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from jax_kernels.ops.cross_entropy.partitioning import (
 )
 from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall
 from jax_kernels.reference import linear_cross_entropy as reference
-from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
+from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode, with_plain_derivative
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
 
@@ -41,6 +42,17 @@ def _one_program(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     compiled = jax.jit(function, static_argnums=0, inline=True)
     return lambda call, *arrays: (compiled if call.implementation == "xla" else function)(call, *arrays)
+
+
+def _with_exact_derivative(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function(call, *arrays): to JAX, logits of 8-bit values have the derivatives of exact logits."""
+
+    def plain(call: PlannedCall, *arrays: Any) -> Any:
+        options = dataclasses.replace(call.options, is_differentiable=True)
+        return function(dataclasses.replace(call, options=options), *arrays)
+
+    rounded = with_plain_derivative(function, plain)
+    return lambda call, *arrays: (function if call.options.precision is None else rounded)(call, *arrays)
 
 
 def planned(call: PlannedCall, arrays: LossArrays) -> jax.Array:
@@ -177,6 +189,7 @@ def _losses_of(call: PlannedCall, inputs: LossInputs, found: Statistics) -> jax.
     return reference.losses_of(found, inputs.targets, call.options, inputs.rows.shape[0])
 
 
+@_with_exact_derivative
 @_one_program
 def _losses_and_lse(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     inputs = _inputs(call, x, w, targets)
@@ -184,6 +197,7 @@ def _losses_and_lse(call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.
     return _losses_of(call, inputs, found), found.lse
 
 
+@_with_exact_derivative
 @_one_program
 def _gradients_of_arrays(
     call: PlannedCall, x: jax.Array, w: jax.Array, targets: jax.Array, lse: jax.Array, cotangent: jax.Array
@@ -218,14 +232,15 @@ def _sum_forward(call, *arrays):
     """arrays: CustomVJPPrimal of x, w, targets and factors."""
     wanted = arrays[0].perturbed, arrays[1].perturbed
     x, w, targets, factors = (y.value for y in arrays)
-    total, losses, dx, drows = _sum_and_gradients(call, wanted, x, w, targets, factors)
+    run = _with_exact_derivative(functools.partial(_sum_and_gradients, wanted))
+    total, losses, dx, drows = run(call, x, w, targets, factors)
     return total, (dx, drows, losses, x, w)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _sum_and_gradients(
-    call: PlannedCall,
     wanted: tuple[bool, bool],
+    call: PlannedCall,
     x: jax.Array,
     w: jax.Array,
     targets: jax.Array,

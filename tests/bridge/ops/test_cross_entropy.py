@@ -35,6 +35,28 @@ def test_results_and_gradients(reduction):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_8_bits(reduction):
+    """Rounded tensors give the logits, and the gradients' matmuls take the tensors themselves."""
+    x, w = tensors((2, 4, 16), (16, 37))
+    of_x, of_w = (
+        values.float() * scale.unsqueeze(axis)
+        for axis, (values, scale) in (
+            (axis, bridge.quantize(y.detach(), scaling="row", axis=axis)) for y, axis in ((x, -1), (w, -2))
+        )
+    )
+    call = lambda x, w: bridge.linear_cross_entropy(x, w, TARGETS, reduction=reduction, precision="fp8")
+    got, want = call(x, w), plain(of_x, of_w, reduction)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    logits = (of_x @ of_w).requires_grad_()
+    losses = plain(logits, torch.eye(37), reduction)
+    (of_logits,) = torch.autograd.grad(losses.sin().sum(), logits)
+    right = of_logits @ w.T, x.flatten(0, 1).T @ of_logits.flatten(0, 1)
+    torch.testing.assert_close(torch.autograd.grad(got.sin().sum(), (x, w)), right, rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x, w).sin().sum(), (x, w)), right, rtol=1e-4, atol=1e-5)
+
+
 def test_gradient_of_weights():
     x, w, weights = tensors((2, 4, 16), (16, 37), (2, 4))
     got = bridge.linear_cross_entropy(x, w, TARGETS, weights=weights, reduction="mean")

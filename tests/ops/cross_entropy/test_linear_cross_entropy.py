@@ -14,6 +14,7 @@ from jax_kernels.inputs import linear_cross_entropy as loss_inputs
 from jax_kernels.ops.sharding.partitioning import on_one_device
 from jax_kernels.testing import linear_cross_entropy as cases
 from tests.support.cases import ids
+from tests.support.oracles import plain_loss
 
 TOKENS, DEPTH, VOCABULARY = (3, 7), 16, 37
 
@@ -54,14 +55,8 @@ OPTIONS = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
 def plain(x, w, weights, reduction):
-    """The docstring's code."""
-    logits = OPTIONS["softcap"] * jnp.tanh(jnp.matmul(x, w, precision="highest") / OPTIONS["softcap"])
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(TARGETS, 0)[..., None], axis=-1)[..., 0]
-    losses = lse - 0.9 * chosen - 0.1 * logits.mean(-1) + OPTIONS["z_loss"] * lse**2
-    losses = jnp.where(TARGETS >= 0, weights, 0) * losses
-    total = jnp.where(TARGETS >= 0, weights, 0).sum() if reduction == "mean" else 1
-    return losses if reduction == "none" else losses.sum() / total
+    logits = jnp.matmul(x, w, precision="highest")
+    return plain_loss.of_logits(logits, TARGETS, weights, reduction, **OPTIONS)
 
 
 def ours(reduction):

@@ -26,6 +26,8 @@ CASES = {
     "mean vocabulary": ("mean", "xla", NONE, TENSOR),
     "mean both": ("mean", "xla", DATA, TENSOR),
     "mean sequence": ("mean", "xla", jax.P("data", "tensor"), NONE),
+    "mean both 8 bits": ("mean", "xla", DATA, TENSOR),
+    "none vocabulary 8 bits": ("none", "xla", NONE, TENSOR),
     "shard_map": ("sum", "xla", DATA, NONE),
     "triton none": ("none", "triton", DATA, NONE),
     "triton mean": ("mean", "triton", DATA, NONE),
@@ -54,6 +56,7 @@ def run(name):
 
     def loss(x, w, targets, implementation=implementation):
         options = {"transpose_w": True, "reduction": reduction, "implementation": implementation}
+        options["precision"] = "fp8" if name.endswith("8 bits") else None
         return linear_cross_entropy(x, w, targets, **options).sum()
 
     def mapped(x, w, targets):

@@ -229,6 +229,7 @@ CASES = {
             "label_smoothing": (0.0, 0.1),
             "z_loss": (0.0, 0.1),
             "ignore_index": (-1, 3),
+            "precision": (None, "fp8"),
         },
     ),
     "layer_norm": ({"x": X}, NORM | {"bias": (None, random(8), random(8, seed=1))}),

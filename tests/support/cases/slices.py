@@ -95,6 +95,10 @@ CALLS = {
         with_gradients(lambda x, w, targets: jk.linear_cross_entropy(x, w, targets, **_HOPPER).mean()),
         (_normal(128, 64), _normal(64, 192), _integers(*range(128))),
     ),
+    "cross-entropy of 8 bits": Call(
+        with_gradients(lambda x, w, targets: jk.linear_cross_entropy(x, w, targets, precision="fp8", **_HOPPER).mean()),
+        (_normal(128, 128), _normal(128, 192), _integers(*range(128))),
+    ),
     "attention": Call(with_gradients(_attend), (*_QKV, _IDS)),
     "each document": Call(with_gradients(_each_document), _QKV),
     "decoding": Call(_decode, (_normal(32, 1, 8, 64), *[_normal(32, 200, 1, 64)] * 2, _integers(*range(1, 33)))),

@@ -243,8 +243,10 @@ class Definitions:
     def linear_cross_entropy(
         self, x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, *, weights: Any = None, reduction: str = "none",
         transpose_w: bool = False, softcap: Any = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
-        ignore_index: int = -1, implementation: Any = None,
+        ignore_index: int = -1, precision: Any = None, implementation: Any = None,
     ) -> torch.Tensor:  # fmt: skip
+        if precision is not None:
+            raise NotImplementedError("precision: the definition has no rounding with a gradient")
         logits = x @ (w.T if transpose_w else w)
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         lse = torch.logsumexp(logits, -1)

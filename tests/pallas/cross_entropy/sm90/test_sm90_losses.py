@@ -15,7 +15,7 @@ import pytest
 from jax_kernels import explain, linear_cross_entropy
 from jax_kernels.dispatch import on_device
 from jax_kernels.inputs.linear_cross_entropy import LossInputs, LossOptions
-from jax_kernels.ops.cross_entropy.implementations import SM90
+from jax_kernels.ops.cross_entropy.implementations import SM90, SM90_8_BITS
 from jax_kernels.pallas.cross_entropy.passes.cotangents import RowTerms, cotangents
 from jax_kernels.pallas.cross_entropy.sm90 import losses
 from jax_kernels.pallas.triton import backend
@@ -33,7 +33,9 @@ MODULE = "jax_kernels.testing.linear_cross_entropy"
     ("cores", "names"),
     [
         (1, ["mean", "one_token", "all_ignored"]),
-        (3, ["options", "float16"]),
+        (3, ["options", "float16", "8_bits_each"]),
+        (1, ["8_bits"]),
+        pytest.param(3, ["8_bits_float16"], marks=pytest.mark.slow),
         pytest.param(1, ["peaked", "float16_each"], marks=pytest.mark.slow),
         pytest.param(3, ["each", "wide_weights"], marks=pytest.mark.slow),
     ],
@@ -117,6 +119,7 @@ def _types(m=8192, n=128256, k=4096, dtype="bfloat16", **options):
 NOT_SERVED = {
     "float32": ({"dtype": "float32"}, "its wgmma instructions take bfloat16 and float16, not float32"),
     "depth": ({"k": 72}, "it needs D and V in multiples of 64"),
+    "depth_of_8_bits": ({"k": 192, "precision": "fp8"}, "with precision='fp8' it needs D in multiples of 128"),
     "vocabulary": ({"n": 50257}, "it needs D and V in multiples of 64"),
     "small_softcap": ({"softcap": 2.0}, "it takes bfloat16 and a softcap from 4 to 40"),
     "float16_softcap": ({"softcap": 30.0, "dtype": "float16"}, "it takes bfloat16 and a softcap from 4 to 40"),
@@ -138,7 +141,11 @@ def test_plan():
     with on_device("H200"):
         assert explain(linear_cross_entropy, **_types(softcap=30.0)).implementation == "xla"
         plan = explain(linear_cross_entropy, **_types(), implementation="mosaic_gpu")
+        of_8_bits = explain(linear_cross_entropy, **_types(precision="fp8", reduction="mean"))
+        with pytest.raises(NotImplementedError, match=r"'triton' cannot serve .*: it has no matmul of 8-bit values"):
+            explain(linear_cross_entropy, **_types(precision="fp8"), implementation="triton")
     assert plan.source.startswith("measured on an NVIDIA H200")
+    assert (of_8_bits.implementation, of_8_bits.config.forward) == ("mosaic_gpu", SM90_8_BITS)
 
 
 def _launches(function, *types):
@@ -173,6 +180,7 @@ def test_sums_of_chunks(tokens, dtype, monkeypatch):
 
 
 COMPILED = {
+    "8_bits": {"reduction": "mean", "precision": "fp8", "softcap": 30.0, "label_smoothing": 0.1},
     "plain": {"reduction": "mean", "transpose_w": True},
     "options": {"reduction": "sum", "softcap": 30.0, "label_smoothing": 0.1, "z_loss": 1e-4},
     "each": {"transpose_w": True, "n": 151936, "softcap": 30.0},
