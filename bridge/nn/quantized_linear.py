@@ -124,6 +124,21 @@ class QuantizedLinear(torch.nn.Module):
         self.register_buffer("weight_scale", weight.scale)
         self.register_buffer("weight_shape", torch.tensor(list(weight.shape), device=weight.device))
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Makes the weights and the bias zero, as in a new layer."""
+        options: dict[str, Any] = {"scaling": "row"} if self.group_size is None else {"group_size": self.group_size}
+        if self.weight_scale.dtype.is_floating_point:  # of integers; the MX formats have one dtype
+            options["scale_dtype"] = self.weight_scale.dtype
+        device = self.weight_values.device
+        zeros = torch.zeros(self.out_features, self.in_features, device=device, dtype=torch.float32)
+        weight = quantize(zeros, self.format, axis=-1, **options)
+        self.weight_values.copy_(weight.values)
+        self.weight_scale.copy_(weight.scale)
+        self.weight_shape.copy_(torch.tensor(list(weight.shape), device=device))
+        if self.bias is not None:
+            self.bias.zero_()
+
     @property
     def weight(self) -> QuantizedTensor:
         """The weights [out_features, in_features], for bridge.linear and bridge.dequantize."""
