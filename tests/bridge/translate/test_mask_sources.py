@@ -5,11 +5,13 @@ import functools
 import gc
 import weakref
 
+import jax
 import pytest
 import torch
 
 from jax_kernels import bridge
 from jax_kernels.bridge import masks
+from jax_kernels.bridge.translate import mask_sources
 
 LENGTH, HEADS = 12, 2
 QKV = [torch.randn(1, LENGTH, HEADS, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -108,6 +110,19 @@ def test_rebound_variable():
     ids = torch.ones(LENGTH, dtype=torch.int32)
     with pytest.raises(ValueError, match=COUNTED.format("ids")):
         attend(mask)
+
+
+def test_copies_on_other_devices():
+    """A copy is checked like the mask, also for a part of it."""
+    ids = torch.zeros(LENGTH, dtype=torch.int32)
+    mask = masks.causal() & masks.from_function(of_cell(ids))
+    copied = lambda: jax.device_put(mask, jax.devices()[0])
+    moved, unknown = mask_sources.passed_on(mask, copied()), copied()
+    mask_sources.check([moved])
+    ids += 1
+    mask_sources.check([unknown])
+    with pytest.raises(ValueError, match=COUNTED.format("ids")):
+        mask_sources.check([moved])
 
 
 def test_replaced_or_moved_buffer():
