@@ -8,6 +8,7 @@ import weakref
 import jax
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 
 from jax_kernels import bridge
 from jax_kernels.bridge import masks
