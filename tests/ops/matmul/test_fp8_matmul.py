@@ -248,6 +248,18 @@ def test_plans():
         assert explain(matmul, x, w, precision="fp8", implementation="xla").implementation == "xla"
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize(("scaling", "count"), [("tensor", 1), ("row", 0), ("block", 0)])
+def test_cotangents_of_a_gated_unit(scaling, count):
+    """One kernel makes them with the scale of all values; other scales follow from the cotangents."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (512, 1024)))
+    options = {"precision": "fp8", "scaling": scaling, "implementation": "mosaic_gpu"}
+    total = lambda x, *w: gated_matmul(x, *w, **options).astype(jnp.float32).sum()
+    with on_device("H200"):
+        program = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(x, w, w))
+    assert program.count("name=matmul_gated_gradients_triton") == count
+
+
 @pytest.mark.parametrize("options", [{}, {"precision": "fp8"}, {"precision": "fp8", "scaling": "block"}])
 def test_shard_map(options):
     """A forgotten psum is refused, also with a GPU's kernels. Nothing runs."""
