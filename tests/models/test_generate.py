@@ -147,6 +147,10 @@ def test_nan_logits_draw_no_token(model):
     padded = np.where(np.arange(7) < np.array(LENGTHS)[:, None], prompts(), -100)
     want = model.generate(prompts(), 3, 0, lengths=lengths)
     np.testing.assert_array_equal(model.generate(padded, 3, 0, lengths=lengths), want)
+    # A single NaN among the logits: argmax would draw it. No prompt has its token.
+    unused = int(np.setdiff1d(np.arange(50), prompts())[0])
+    model.embed.set_value(model.embed.get_value().at[unused].set(jnp.nan))
+    assert (np.asarray(model.generate(prompts(), 3, 0)) == -1).all()
     # Parameters that are NaN also give such logits.
     nnx.update(model, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(model, nnx.Param)))
     assert (np.asarray(model.generate(prompts(), 3, 0)) == -1).all()
