@@ -37,7 +37,7 @@ def evaluate(
 
     try:
         data = read_text(text)[:max_bytes]
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error).removeprefix("paths: "), param_hint="TEXT") from error
     if len(data) < 2:
         raise typer.BadParameter(f"got a text of {len(data)} byte, want 2 bytes or more", param_hint="TEXT")
