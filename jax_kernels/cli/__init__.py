@@ -71,6 +71,14 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
     and does nothing when it runs. The modules of FLAX_COMMANDS are imported when these commands run.
     """
     import typer
+    from typer.core import TyperCommand
+
+    class OtherCommand(TyperCommand):
+        """A command that leaves all its words, also --, to the command that it imports when it runs."""
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            ctx.args = list(args)
+            return ctx.args
 
     app = typer.Typer(
         name="jax-kernels",
@@ -108,12 +116,7 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
             app.command(name)(target())
             return
 
-        @app.command(
-            name,
-            add_help_option=False,
-            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-            help=f"{text} (needs the flax extra); --help shows its options.",
-        )
+        @app.command(name, cls=OtherCommand, help=f"{text} (needs the flax extra); --help shows its options.")
         def run(context: typer.Context) -> Any:
             command = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
             command.command()(target())

@@ -56,6 +56,10 @@ def test_eval_has_the_loss_of_each_byte(run, folder):
     assert (found["seq_len"], found["step"]) == (48, 40)
     _, out, _ = run("eval", str(text), "--checkpoint", str(folder), "--step", "20", "--max-bytes", "100")
     assert re.search(r"bits a byte, loss .* nats, perplexity .*: 99 bytes of .* in windows of 32, .* of step 20", out)
+    # Windows are as long as the text allows, and a batch has as many as there are.
+    sizes = ("--max-bytes", "10", "--seq-len", "100", "--batch-size", str(10**12))
+    _, out, _ = run("eval", str(text), "--checkpoint", str(folder), "--json", *sizes)
+    assert (json.loads(out)["seq_len"], json.loads(out)["predicted_bytes"]) == (9, 9)
 
 
 @pytest.mark.parametrize(("size", "length", "rows"), [(2, 8, 1), (9, 8, 2), (10, 8, 1), (70, 8, 4)])
@@ -63,7 +67,7 @@ def test_windows_have_each_byte_once(size, length, rows):
     data = np.arange(1, size + 1, dtype=np.uint8)
     found = []
     for tokens, targets in windows(data, length, rows):
-        assert tokens.shape == targets.shape == (rows, min(length, size - 1))
+        assert tokens.shape == targets.shape == (rows, length)
         assert ((tokens < 0) == (targets < 0)).all()
         kept = targets >= 0
         np.testing.assert_array_equal(targets[kept], tokens[kept] + 1)
@@ -81,6 +85,8 @@ def test_generate_continues_a_text(run, folder, monkeypatch):
     assert out[:-1] == "the word is" + bytes(np.asarray(model.generate(ids, 12, 0.0))[0].tolist()).decode()
     drawn = [run("generate", "a", "--checkpoint", str(folder), "--seed", seed)[1] for seed in ("1", "1", "2")]
     assert drawn[0] == drawn[1] != drawn[2]
+    _, out, _ = run("generate", "--checkpoint", str(folder), "--tokens", "1", "--", "--help")
+    assert out.startswith("--help")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("thé".encode())))
     _, out, _ = run("generate", "-", "--checkpoint", str(folder), "--tokens", "1", "--top-k", "1")
     assert out.startswith("thé")
