@@ -23,7 +23,12 @@ PACKAGES = ("jax-kernels", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "flax"
 
 
 def find_device(name: str | None) -> DeviceInfo:
-    """The DeviceInfo of the named device, or of this machine's for None. Raises UserError for an unknown name."""
+    """The DeviceInfo of the named device, or of this machine's for None.
+
+    Raises UserError for an unknown name, and the error of JAX if it has no device of the platforms in JAX_PLATFORMS.
+    """
+    if name is None:
+        jax.local_devices()  # raises, where device_info would describe a CPU
     try:
         return device_info(name)
     except ValueError as error:

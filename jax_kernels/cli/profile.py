@@ -19,7 +19,7 @@ from jax_kernels.analysis.analyze import analysis_of
 from jax_kernels.analysis.record import Trace
 from jax_kernels.analysis.report import Analysis
 from jax_kernels.cli import UserError
-from jax_kernels.device import device_info
+from jax_kernels.cli.info import find_device
 from jax_kernels.tuning import timers
 
 __all__ = ["profile"]
@@ -38,10 +38,7 @@ def profile(
         raise UserError(f"script: got {str(script)!r}, want a Python script")
     if device is not None and (measure or check):
         raise UserError(f"--device: got {device!r} with --measure or --check, want one of them: times are of here")
-    try:
-        info = device_info(device)
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
+    info = find_device(device)
     with _printing_to_stderr() if as_json else contextlib.nullcontext():
         traced = _traced_run(script, arguments or [])
     if not traced.calls:

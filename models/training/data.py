@@ -109,8 +109,8 @@ class TokenBatches:
 
     Raises:
       ValueError: a number is out of range, tokens are not integers [n] or fewer than a window, documents do not ascend
-        from 0 within the tokens, or the number of devices does not divide the batch. On taking a batch: a token does
-        not fit int32.
+        from 0 within the tokens, a batch has 2**31 tokens or more, or the number of devices does not divide the batch.
+        On taking a batch: a token does not fit int32.
       TypeError: tokens is not an array, or a number is not an int.
     """
 
@@ -136,6 +136,8 @@ class TokenBatches:
         count = (len(tokens) - 1) // seq_len
         if count < 1:
             raise ValueError(f"tokens: got {len(tokens)}, want at least {seq_len + 1} for seq_len={seq_len}")
+        if batch_size * seq_len >= 2**31:
+            raise ValueError(f"batch: got {batch_size} windows of {seq_len} tokens, want fewer than 2**31 tokens")
         if documents is not None:
             documents = _checked_documents(np.asarray(documents), len(tokens))
         import grain  # the import takes a second

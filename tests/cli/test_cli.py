@@ -284,6 +284,7 @@ def test_explain_without_arguments_lists_ops(run):
 )
 def test_other_ways_to_ask_for_help(run, words, other):
     assert run(*words.split()) == run(*other.split())
+    assert run()[1].strip() == run("--help")[1].strip()
 
 
 @pytest.mark.parametrize(

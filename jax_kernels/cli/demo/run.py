@@ -5,7 +5,7 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
@@ -18,6 +18,7 @@ from jax_kernels.cli.demo.data import Corpus, CorpusError, read_corpus, unigram_
 from jax_kernels.cli.demo.training import Checkpoints, Settings, Trainer, bits_per_byte, sample
 from jax_kernels.models import LongNetConfig, TransformerConfig, make_mesh
 from jax_kernels.models.training.checkpoints import NotWritten, file_in_the_way, nonfinite, reason
+from jax_kernels.models.training.preemption import INTERRUPTED
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["OptionError", "run"]
@@ -109,7 +110,10 @@ def run(
             check_own(checkpoints, out)
         unigram = unigram_entropy(corpus.held_out)
         demo_report.introduce(console, device, trainer, corpus, plan, unigram)
-        timing = train(console, trainer, corpus, steps, checkpoints, history)
+        try:
+            timing = train(console, trainer, corpus, steps, checkpoints, history)
+        except KeyboardInterrupt:
+            end_interrupted(checkpoints, out)
         check_finite(trainer)
         return finish(console, out, device, trainer, corpus, plan, unigram, history, timing)
 
@@ -166,6 +170,16 @@ def check_finite(trainer: Trainer) -> None:
             f"jax-kernels: step {trainer.step}: got parameters that are not finite, such as {names[0]}, want finite "
             "values; they are not saved"
         )
+
+
+def end_interrupted(checkpoints: Checkpoints, out: Path) -> NoReturn:
+    """Ends the process with the status INTERRUPTED, and says which checkpoint is the newest."""
+    newest, way = "there is no checkpoint", ""
+    if checkpoints.latest is not None:
+        newest = f"the newest checkpoint is of step {checkpoints.latest}"
+        way = f"; jax-kernels demo --resume --out {out} goes on from there"
+    print(f"jax-kernels: Ctrl-C: {newest}{way}", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 
 def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]) -> tuple[Settings, Corpus]:

@@ -37,7 +37,10 @@ def trained_model(folder: Path, step: int | None = None, implementation: str | N
     inside = folder / "checkpoint"
     if not inside.is_dir():
         raise UserError(f"--checkpoint: got {str(folder)!r}, want a folder that `jax-kernels train --out` wrote")
-    manager = checkpoints.manager(inside, keep=1)
+    try:
+        manager = checkpoints.manager(inside, keep=1)
+    except OSError as error:
+        raise UserError(f"--checkpoint: {inside} cannot be read ({checkpoints.reason(error)})") from error
     try:
         steps = sorted(manager.all_steps())
         if not steps or (step is not None and step not in steps):
