@@ -149,6 +149,10 @@ def _hint(message: str, words: list[str]) -> str:
     if command == "profile" and message.startswith("No such option"):
         return "; options of the script come after --, as in jax-kernels profile train.py -- --steps 2"
     if command is not None and message.startswith(("Got unexpected extra argument", "Missing ", "No such option")):
+        if command in ("explain", "tune") and len(words) > 1 and not words[1].startswith("-"):
+            command = f"{command} {words[1]}"  # an op
+        elif command == "explain":
+            command = "explain attention"  # without an op
         return f"; jax-kernels {command} --help lists the options"
     return "; jax-kernels --help lists the commands" if message.startswith("No such command") else ""
 

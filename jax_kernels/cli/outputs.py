@@ -1,12 +1,16 @@
-"""The files that an option such as --json names: they are checked before a command's work, and written after it."""
+"""The output of commands: tables, and the files that options such as --json name."""
 
 import tempfile
 from pathlib import Path
 
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
 from jax_kernels.cli import UserError, WriteError
 from jax_kernels.files import write_whole
 
-__all__ = ["check_output", "write_output"]
+__all__ = ["check_output", "print_table", "write_output"]
 
 
 def check_output(option: str, path: Path | None) -> None:
@@ -33,3 +37,10 @@ def write_output(option: str, path: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise WriteError(f"{option}: {path} cannot be written ({error.strerror or error})") from error
+
+
+def print_table(table: Table) -> None:
+    """Prints a table in its full width, in a file, in a narrow window or in a dumb terminal: no cell is cut off."""
+    console = Console()
+    width = max(console.width, Measurement.get(console, console.options.update(width=10**4), table).maximum)
+    Console(width=width, height=console.height).print(table)  # a dumb terminal takes a width only with a height

@@ -20,6 +20,7 @@ from jax_kernels.analysis.record import Trace
 from jax_kernels.analysis.report import Analysis
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device
+from jax_kernels.cli.outputs import print_table
 from jax_kernels.tuning import timers
 
 __all__ = ["profile"]
@@ -106,9 +107,8 @@ def _show(found: Analysis) -> None:
     table = Table(*(found.COLUMNS[i] for i in shown), title=found.head())
     for row in rows:
         table.add_row(*(row[i] for i in shown))
+    print_table(table)
     console = Console()
-    console.width = max(console.width, 160)  # a table is not cut off, in a file or in a narrow window
-    console.print(table)
     for advice in found.advice:
         console.print(f"advice: {advice}", markup=False, highlight=False, soft_wrap=True)
 

@@ -40,7 +40,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             want = f"want axes of {', '.join(MESH_AXES)}{did_you_mean(name, MESH_AXES)}"
             raise typer.BadParameter(f"got {text!r}, {want}", param_hint="--mesh")
         if count < 1 and count != -1:
-            want = "want a positive number of devices for each axis, or -1 for one"
+            want = "want a positive number of devices for each axis, or -1 for one axis"
             raise typer.BadParameter(f"got {text!r}, {want}", param_hint="--mesh")
     return axes
 

@@ -27,23 +27,46 @@ from jax_kernels.models.training.preemption import INTERRUPTED, stop_asked
 __all__ = ["as_user_error", "in_options", "run"]
 
 
-def as_user_error(error: Exception) -> Exception:
-    """The library's error as a UserError: its message, with the command's option instead of the library's argument."""
-    return UserError(in_options(str(error)))
+def as_user_error(error: Exception, **arguments: str) -> Exception:
+    """The library's error as a UserError: its message, with the command's options instead of the library's arguments.
+
+    arguments: as in in_options.
+    """
+    return UserError(in_options(str(error), **arguments))
 
 
-def in_options(text: str) -> str:
+def in_options(text: str, **arguments: str) -> str:
     """The text of a library's error, with the command's options instead of the library's arguments.
 
-    An argument is replaced at the start of the text, and in each "argument=value" within it.
+    Arguments are replaced at the start of the text, and in each "argument=value" within it. arguments: options of the
+    command by the library's argument, where they differ from the options of `jax-kernels train`.
     """
-    text = re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text)
-    name = re.match(r"\w+(?=: )", text)
-    if name is not None and name[0] in _ARGUMENTS:
-        text = f"{_ARGUMENTS[name[0]]}{text[name.end() :]}"
-    fields = "|".join((*_OPTIONS, "accumulate", "seq_len"))
+    text = _with_attention(re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text))
+    text = re.sub(r"; restore\(step=(\d+)\) takes an older one", r"; the checkpoint of step \1 is older", text)
+    known, names = _ARGUMENTS | arguments, re.match(r"\w+(, \w+)*(?=: )", text)
+    if names is not None and {*names[0].split(", ")} <= known.keys():
+        text = f"{', '.join(known[name] for name in names[0].split(', '))}{text[names.end() :]}"
+    elif " strategy='" in text:
+        text = f"--sequence-strategy: {text}"
+    fields = "|".join((*_OPTIONS, "accumulate", "seq_len", "implementation", "num_processes", "process_id"))
     option = lambda found: f"--{_OPTIONS.get(found[1], found[1]).replace('_', '-')} "
     return re.sub(rf"\b({fields})=", option, text)
+
+
+def _with_attention(text: str) -> str:
+    """The text of the error about a checkpoint's other model, with --attention or --seq-len instead of the fields of
+    LongNetConfig that these options set.
+    """
+    fields = (
+        r"\b(?:combine|dilation_rates|heads|layer_norm|layout|order|segment_lengths)=(\[[^]]*\]|'[^']*'|\w+)(?:, )?"
+    )
+    values = re.findall(fields, text)
+    if not values or "differs from the checkpoint's" not in text:
+        return text
+    option = "another --seq-len" if "combine=" not in text else "--attention dilated"
+    option = "--attention dense" if "combine=None" in text else option
+    rest = re.sub(fields, "", text)
+    return f"{rest}{'' if rest.endswith(('which has ', ', ')) else ', '}{option}"
 
 
 def run(
@@ -202,7 +225,7 @@ _ARGUMENTS = {
     "num_layers": "--layers",
     "process_id": "--process-id",
     "num_processes": "--num-processes",
-    **{name: f"--{name}" for name in ("mesh", "seed", "coordinator", "timeout", "accumulate")},
+    **{name: f"--{name}" for name in ("mesh", "seed", "coordinator", "timeout", "accumulate", "implementation")},
 }
 # The options whose values have other names in the config.
 _OPTIONS = {"num_layers": "layers", "model_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}

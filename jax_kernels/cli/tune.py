@@ -196,8 +196,12 @@ def tune(
         if script is not None or shows or clears:
             raise UserError(f"op: got {context.invoked_subcommand} with --from, --list or --clear, want one of them")
         return
-    if (script is not None) + shows + clears != 1:
-        raise UserError("tune: got no op and not one of --from, --list and --clear, want one of them")
+    asked = [
+        name for name, is_given in (("--from", script is not None), ("--list", shows), ("--clear", clears)) if is_given
+    ]
+    if len(asked) != 1:
+        got = " and ".join(asked) or "no op and none of --from, --list and --clear"
+        raise UserError(f"tune: got {got}, want one of them")
     if as_json and not shows:
         raise UserError("--json: got it without --list, want both")
     if arguments and script is None:

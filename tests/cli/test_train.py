@@ -180,7 +180,7 @@ def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monke
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert error.startswith("jax-kernels: implementation='mosaic_gpu' cannot serve this flash_attention")
+    assert error.startswith("jax-kernels: --implementation 'mosaic_gpu' cannot serve this flash_attention")
     given = small({"steps": 1, "save_every": 1})
     config = TransformerConfig(vocab_size=256, num_layers=1, model_dim=16, num_heads=1)
     trainer = Trainer(config, train_run.make_optimizer(1, 1e-3), folder=tmp_path / "checkpoint")
@@ -208,7 +208,10 @@ def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monke
             ("--mesh", "dta=1"),
             "--mesh: got 'dta=1', want axes of pipeline, data, fsdp, expert, sequence, tensor; did you mean 'data'?",
         ),
-        (("--mesh", "data=0"), "--mesh: got 'data=0', want a positive number of devices for each axis, or -1 for one"),
+        (
+            ("--mesh", "data=0"),
+            "--mesh: got 'data=0', want a positive number of devices for each axis, or -1 for one axis",
+        ),
         (("--dtype", "half"), "--dtype: got 'half', want bfloat16, float16 or float32"),
         (
             ("--remat", "product"),
@@ -248,7 +251,7 @@ def test_bad_options_are_named(words, message, text, capsys):
         ("--coordinator a:1 --num-processes 2 --process-id 2", "--process-id: got 2 of 2 processes, want 0 to 1"),
         (
             "--text TEXT --implementation mosaic",
-            "implementation: got 'mosaic' for flash_attention, want one of",
+            "--implementation: got 'mosaic' for flash_attention, want one of",
         ),
     ],
 )
@@ -256,6 +259,41 @@ def test_library_errors_name_the_option(words, message, text, tmp_path, capsys):
     code, _, err = ended(capsys, *words.replace("TEXT", str(text)).split(), "--out", tmp_path / "out")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"jax-kernels: {message.replace('TEXT', str(text))}")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            "config: got a model that differs from the checkpoint's, which has combine=None, dilation_rates=None, "
+            "heads=None, layer_norm=None, layout=None, num_layers=3, segment_lengths=None",
+            "--out: got a model that differs from the checkpoint's, which has --layers 3, --attention dense",
+        ),
+        (
+            "config: got a model that differs from the checkpoint's, which has combine='lse', segment_lengths=[4, 8]",
+            "--out: got a model that differs from the checkpoint's, which has --attention dilated",
+        ),
+        (
+            "config: got a model that differs from the checkpoint's, which has segment_lengths=[4, 8]",
+            "--out: got a model that differs from the checkpoint's, which has another --seq-len",
+        ),
+        (
+            "num_processes, process_id: got None and 1, want both",
+            "--num-processes, --process-id: got None and 1, want both",
+        ),
+        (
+            "window: got 4 with strategy='halo', want 2",
+            "--sequence-strategy: window: got 4 with strategy='halo', want 2",
+        ),
+        (
+            "folder: it is bad; restore(step=2) takes an older one",
+            "--out: it is bad; the checkpoint of step 2 is older",
+        ),
+        ("other: got 1", "other: got 1"),
+    ],
+)
+def test_texts_of_errors_in_options(text, wanted):
+    assert train_run.in_options(text) == wanted
 
 
 def test_choices_match_the_library():

@@ -4,6 +4,8 @@ import io
 import json
 import math
 import re
+import shutil
+import types
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from jax_kernels.cli import train_progress, train_run
+from jax_kernels.cli.demo.training import Checkpoints
 from jax_kernels.cli.trained.checkpoint import trained_model
 from jax_kernels.cli.trained.evaluate import windows
 from jax_kernels.models import LongNet, Trainer
+from jax_kernels.models.training import checkpoints
 
 TEXT = "".join(f"the word is {word};\n" for word in ["alpha", "beta", "gamma"] * 100)
 
@@ -98,6 +102,11 @@ def test_generate_continues_a_text(run, folder, monkeypatch):
         (("generate", "a", "--checkpoint", "NONE"), "--checkpoint: got 'NONE', want a folder that `jax-kernels train"),
         (("generate", "", "--checkpoint", "HERE"), "PROMPT: got an empty text, want one byte or more"),
         (("generate", "a", "--checkpoint", "HERE", "--step", "7"), "--step: got 7, want one of the checkpoints 20, 40"),
+        (("generate", "a", "--checkpoint", "HERE", "--tokens", str(10**12)), "--tokens: got 1000000000000, want 1 to"),
+        (
+            ("generate", "a", "--checkpoint", "HERE", "--implementation", "fast"),
+            "jax-kernels: --implementation: got 'fast'",
+        ),
         (("generate", "a", "--temperature", "inf"), "--temperature: got inf, want a finite number"),
         (("generate", "a", "--checkpoint", "HERE", "--implementation", "cudnn"), "cannot serve this"),
         (("eval", "NONE", "--checkpoint", "HERE"), "TEXT: NONE is neither a file nor a folder"),
@@ -120,7 +129,29 @@ def test_a_checkpoint_of_another_program_is_named(run, tmp_path):
     trainer.close()
     code, _, err = run("generate", "a", "--checkpoint", str(tmp_path / "other"))
     assert code == 2
-    assert "another program wrote it" in err
+    assert "which jax-kernels demo or another program wrote, want the --out of jax-kernels train" in err
+    # A checkpoint of the demo.
+    demo = Checkpoints(tmp_path / "demo" / "checkpoint", replace=True)
+    demo.save(types.SimpleNamespace(step=1, state={"x": np.ones(2)}), {"settings": {}})
+    demo.close()
+    code, _, err = run("eval", str(tmp_path / "text.txt"), "--checkpoint", str(tmp_path / "demo"))
+    assert code == 2
+    assert "which jax-kernels demo or another program wrote" in err
+
+
+def test_checkpoints_that_cannot_be_read(run, folder, tmp_path, monkeypatch):
+    shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
+    shutil.rmtree(tmp_path / "checkpoint" / "40" / "state")
+    code, _, err = run("generate", "a", "--checkpoint", str(tmp_path))
+    assert (code, "; --step 20 takes an older one" in err) == (2, True)
+
+    def refuse(path, keep):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoints, "manager", refuse)
+    code, _, err = run("generate", "a", "--checkpoint", str(tmp_path))
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"--checkpoint: {tmp_path / 'checkpoint'} cannot be read (Permission denied: " in err
 
 
 @pytest.mark.slow

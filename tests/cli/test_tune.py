@@ -142,7 +142,7 @@ def test_a_script(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--list --clear", "tune: got no op"),
+        ("--list --clear", "tune: got --list and --clear, want one of them"),
         ("--clear --json", "--json: got it without --list"),
         ("--list --arguments x", "--arguments: got 'x' without --from"),
         ("--from nowhere.py", "--from: got 'nowhere.py', want a Python script"),

@@ -17,7 +17,7 @@ from jax_kernels.cli.bench.page import HEADINGS, by_op, cells, html_page, reason
 from jax_kernels.cli.bench.rows import Roofs, Row, density_rows, measure_roofs, rows_of
 from jax_kernels.cli.bench.sizes import STANDARD
 from jax_kernels.cli.info import find_device, versions
-from jax_kernels.cli.outputs import check_output, write_output
+from jax_kernels.cli.outputs import check_output, print_table, write_output
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["bench"]
@@ -87,12 +87,11 @@ def bench(
 
 def _show(device: str, rows: Sequence[Row]) -> None:
     console = Console()
-    console.width = max(console.width, 110)  # a table is not cut off, in a file or in a narrow window
     for op, of_op in by_op(rows).items():
         table = Table(*HEADINGS, title=f"{title(op, of_op)}, {device}")
         for row in timed(of_op):
             table.add_row(*cells(row))
-        console.print(table)
+        print_table(table)
         for line in reasons(of_op):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print()
