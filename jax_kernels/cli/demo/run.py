@@ -102,7 +102,7 @@ def run(
         try:
             trainer = Trainer(settings, None if mesh is None else make_mesh(mesh))
         except ValueError as error:
-            raise OptionError("--mesh", str(error)) from error
+            raise OptionError("--mesh", str(error).removeprefix("axes: ")) from error
         if resume:
             checkpoints.load_state(trainer)
         else:
@@ -189,12 +189,16 @@ def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]
     left out. Raises OptionError for a wrong option or a text that cannot be trained on.
     """
     pick = lambda name, default: default if given[name] is None else given[name]
-    seq_len = pick("seq_len", defaults.seq_len)
+    seq_len, batch_size = pick("seq_len", defaults.seq_len), pick("batch_size", defaults.batch_size)
+    if seq_len * batch_size >= 2**31:
+        raise OptionError(
+            "--batch-size", f"got {batch_size} sequences of {seq_len} bytes, want fewer than 2**31 bytes in a step"
+        )
     corpus = corpus_of(text, seq_len)
     settings = Settings(
         model=model_of(defaults.model, seq_len, given),
         seq_len=seq_len,
-        batch_size=pick("batch_size", defaults.batch_size),
+        batch_size=batch_size,
         learning_rate=defaults.learning_rate,
         decay_steps=pick("decay_steps", steps),
         seed=pick("seed", 0),
