@@ -23,7 +23,6 @@ from typer.core import TyperGroup
 from jax_kernels.cli import UserError, WriteError
 from jax_kernels.cli import explain_options as options
 from jax_kernels.cli.explain import with_option
-from jax_kernels.cli.info import find_device
 from jax_kernels.cli.ops import OPS
 from jax_kernels.spelling import did_you_mean
 from jax_kernels.tuned import cache
@@ -78,7 +77,6 @@ def _tuning(gradients: bool, seconds: float, prune: bool) -> Iterator[None]:
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
-    find_device(None)  # raises if JAX has no device
     try:
         with (
             Progress(

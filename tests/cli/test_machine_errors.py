@@ -35,7 +35,6 @@ def refuse(*_, **options):
         "check --op rms_norm",
         "bench rms_norm",
         "tune rms_norm --shapes 4,128",
-        "tune --from SCRIPT",
         "profile SCRIPT",
     ],
 )
@@ -43,6 +42,7 @@ def test_without_a_device(run, monkeypatch, tmp_path, words):
     (tmp_path / "script.py").write_text("print('it ran')")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "local_devices", refuse)
+    monkeypatch.setattr(jax, "process_count", refuse)
     result = run(*words.replace("SCRIPT", str(tmp_path / "script.py")).split())
     assert_is_one_line(result, 1, "JAX_PLATFORMS: got 'cuda', want a platform of this machine (Unable to initialize")
 
