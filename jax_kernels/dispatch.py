@@ -208,18 +208,18 @@ def plan_of(
     passed_over, tried = choice.passed_over, tuple(name for name in choice.order if name in table)
     if implementation is None and choice.tuned is None:
         symbolic, empty = _symbolic(request), _empty(request)
-        passed_over += tuple(
-            (name, _reason(table[name], request, symbolic, empty) or _left_out(request))
-            for name in table
-            if name not in tried
-        )
+        reasons = {name: _reason(table[name], request, symbolic, empty) for name in table}
+        later = tried[tried.index(choice.implementation) + 1 :]
+        if None not in [reasons[name] for name in later]:
+            passed_over += tuple((name, reasons[name] or "") for name in later)
+        passed_over += tuple((name, reasons[name] or _left_out(request)) for name in table if name not in tried)
     return Plan(
         op=request.op,
         device=request.device.name,
         implementation=choice.implementation,
         config=choice.config,
         source=choice.source,
-        why=choice.why or _why(request, choice, tried, passed_over),
+        why=choice.why or _why(request, table, choice, tried, passed_over),
         order=tried,
         passed_over=passed_over,
         tuned=choice.tuned,
@@ -237,13 +237,18 @@ def _left_out(request: Request) -> str:
 
 def _why(
     request: Request,
+    table: Mapping[str, Implementation],
     choice: Choice,
     tried: Sequence[str],
     passed_over: Sequence[tuple[str, str]],
 ) -> str:
-    """The reason for a choice in words. tried: the names in the order. passed_over: (name, reason) of the others."""
+    """The reason for a choice in words.
+
+    tried: the names in the order. passed_over: (name, reason) of the implementations that cannot serve the request, and
+    of the ones that the order leaves out.
+    """
     device = request.device
-    if choice.implementation == tried[-1] and all(reason != _left_out(request) for _, reason in passed_over):
+    if len(passed_over) == len(table) - 1 and all(reason != _left_out(request) for _, reason in passed_over):
         why = f"no other implementation serves this on {device.name}"
     else:
         why = f"first in this GPU's order that serves the call: {', '.join(tried)}; {choice.order_source}"

@@ -1,11 +1,13 @@
-"""Files that are whole at any moment: if a process is killed or the disk is full, the earlier file remains."""
+"""Writes files that are whole at any moment, and lists the files of a folder."""
 
 import contextlib
 import os
 import secrets
+from collections.abc import Collection
 from pathlib import Path
+from typing import NoReturn
 
-__all__ = ["write_whole"]
+__all__ = ["files_below", "write_whole"]
 
 
 def write_whole(path: Path, data: str | bytes, *, mode: int | None = None) -> None:
@@ -33,3 +35,20 @@ def write_whole(path: Path, data: str | bytes, *, mode: int | None = None) -> No
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def files_below(folder: Path, *, skip: Collection[str] = ()) -> list[Path]:
+    """The files in a folder and its subfolders that are not hidden, sorted by their paths relative to the folder.
+
+    skip: names of subfolders to leave out, at any depth. Links to folders are not followed. Raises OSError, with the
+    subfolder as its filename, if a subfolder cannot be read.
+    """
+
+    def raise_it(error: OSError) -> NoReturn:
+        raise error
+
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=raise_it):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder))

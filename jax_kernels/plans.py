@@ -96,7 +96,8 @@ class Plan:
     why: the reason for this implementation, and where the order of the implementations was measured.
     order: the op's implementations in the order in which they were tried. Empty if the caller named one, and after
       tuning.
-    passed_over: (name, reason) of each implementation that was tried before it, and of each that the order lacks.
+    passed_over: (name, reason) of each implementation that was tried before it, of the later ones if none of them can
+      serve the call, and of each that the order lacks.
     tuned: the times from tuning, if they chose the implementation or its blocks; else None.
     chunks: the chunks in which the call runs because it would take too much memory, in words; None for a whole call.
     """
@@ -116,8 +117,9 @@ class Plan:
     def why_not(self) -> dict[str, str]:
         """The reason against each other implementation of the op, by name. Empty if the caller named one."""
         tried = self.order.index(self.implementation) + 1 if self.order else 0
-        later = dict.fromkeys(self.order[tried:], f"it comes after {self.implementation} in the order")
-        return dict(self.passed_over) | later
+        found = dict(self.passed_over)
+        later = [name for name in self.order[tried:] if name not in found]
+        return found | dict.fromkeys(later, f"it comes after {self.implementation} in the order")
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.implementation} ({self.why})", f"  device: {self.device}"]

@@ -33,7 +33,7 @@ def check_generation(
     if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [batch, length], length 1 or more")
     batch, length = tokens.shape
-    for name, value, most in (("max_new_tokens", max_new_tokens, None), ("top_k", top_k, vocabulary)):
+    for name, value, most in (("max_new_tokens", max_new_tokens, 2**31 - 1 - length), ("top_k", top_k, vocabulary)):
         if value is not None or name != "top_k":
             check_size(name, value, 1, most)
     if eos_id is not None and (isinstance(eos_id, bool) or not isinstance(eos_id, int | np.integer)):

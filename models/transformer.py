@@ -314,7 +314,7 @@ class Transformer(nnx.Module):
         Args:
           tokens: integers [B, P], the prompts. Shorter prompts are padded at the end, with any ids, and need `lengths`.
             Traced ids cannot be checked: under jit, a prompt with an id outside the vocabulary draws no tokens.
-          max_new_tokens: the number of tokens to draw for each prompt.
+          max_new_tokens: the number of tokens to draw for each prompt. With the prompt, fewer than 2**31.
           temperature: divides the logits; 0 always takes the likeliest token. A traced value below 0 counts as 0.
           top_k: draw among the top_k likeliest tokens, and tokens tied with the last of them; None for all tokens.
           eos_id: a prompt is done once it has drawn this token. The loop ends when all prompts are done.

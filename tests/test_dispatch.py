@@ -64,6 +64,13 @@ def test_choose_takes_the_first_that_serves():
     assert (choice.implementation, choice.config, choice.source) == (plan.implementation, plan.config, plan.source)
 
 
+def test_a_choice_without_another_names_the_reasons():
+    """Its position in the order is then no reason."""
+    plan = plan_of(REQUEST, table(good=None, late="too old", odd="too new"), order_of("good", "late"))
+    assert plan.why == "no other implementation serves this on NVIDIA H200"
+    assert plan.why_not == {"late": "too old", "odd": "too new"}
+
+
 def test_choose_by_name():
     plan = plan_of(REQUEST, table(fast=None, good=None), order_of("fast", "good"), "good")
     assert (plan.implementation, plan.why, plan.passed_over) == ("good", "asked for by name", ())

@@ -1,12 +1,15 @@
 """The jax-kernels command. Its own packages (the cli extra), PyTorch and Flax load when a command needs them."""
 
 import importlib
+import io
+import itertools
 import os
 import re
 import sys
 from collections.abc import Collection
 from typing import Annotated, Any, NoReturn
 
+from jax_kernels.cli.machine_errors import in_one_line
 from jax_kernels.extras import EXTRAS, is_installed
 
 __all__ = ["UserError", "WriteError", "main"]
@@ -39,6 +42,8 @@ FLAX_COMMANDS = {
     "eval": ("trained.evaluate", "evaluate", "Measure the loss and the perplexity of a trained model on a text"),
 }
 _HELP = {"help_option_names": ["-h", "--help"]}
+# The options whose values are paths.
+_PATHS = {"--text", "--out", "--checkpoint", "--json", "--html", "--from"}
 # Shells set it while they complete a command line; click reads it.
 _COMPLETE = "_JAX_KERNELS_COMPLETE"
 # The begin of an error of the library about an environment variable, which any command may meet.
@@ -71,6 +76,14 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
     and does nothing when it runs. The modules of FLAX_COMMANDS are imported when these commands run.
     """
     import typer
+    from typer.core import TyperCommand
+
+    class OtherCommand(TyperCommand):
+        """A command that leaves all its words, also --, to the command that it imports when it runs."""
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            ctx.args = list(args)
+            return ctx.args
 
     app = typer.Typer(
         name="jax-kernels",
@@ -108,12 +121,7 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
             app.command(name)(target())
             return
 
-        @app.command(
-            name,
-            add_help_option=False,
-            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-            help=f"{text} (needs the flax extra); --help shows its options.",
-        )
+        @app.command(name, cls=OtherCommand, help=f"{text} (needs the flax extra); --help shows its options.")
         def run(context: typer.Context) -> Any:
             command = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
             command.command()(target())
@@ -141,6 +149,10 @@ def _hint(message: str, words: list[str]) -> str:
     if command == "profile" and message.startswith("No such option"):
         return "; options of the script come after --, as in jax-kernels profile train.py -- --steps 2"
     if command is not None and message.startswith(("Got unexpected extra argument", "Missing ", "No such option")):
+        if command in ("explain", "tune") and len(words) > 1 and not words[1].startswith("-"):
+            command = f"{command} {words[1]}"  # an op
+        elif command == "explain":
+            command = "explain attention"  # without an op
         return f"; jax-kernels {command} --help lists the options"
     return "; jax-kernels --help lists the commands" if message.startswith("No such command") else ""
 
@@ -160,21 +172,54 @@ def _given(parameter: Any, arguments: list[str]) -> str | None:
     return None
 
 
+def _check_paths(words: list[str]) -> None:
+    """Raises UserError for an empty path in the words of the command line. pathlib would take the current folder."""
+    for word, after in itertools.pairwise([*words, "the end"]):
+        if word == "--":
+            return
+        if word.removesuffix("=") in _PATHS and (word.endswith("=") or after == ""):
+            raise UserError(f"{word.removesuffix('=')}: got '', want a path")
+    if words[:1] == ["eval"] and "" in words:
+        raise UserError("TEXT: got '', want a path")
+
+
+def _leave_output() -> None:
+    """Points stdout at the null device, if it cannot be written. Python would report the rest of its buffer."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(words: list[str]) -> NoReturn:
+    """Runs the command of these words, and exits with its status once its output is written."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows a ? for a character that it lacks
+        sys.stdout.reconfigure(errors="replace")
+    _check_paths(words)
+    app = _app(_words_to_complete() if _COMPLETE in os.environ else words)
+    try:
+        status = app(words, prog_name="jax-kernels", standalone_mode=False)
+    finally:
+        sys.stdout.flush()
+    sys.exit(status)
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line and exits.
 
-    The exit code is 0 for success, 1 for a check that failed or a file that cannot be written, 2 for bad input or a
-    missing package.
+    The exit code is 0 for success, 1 for a check that failed or an error of the machine, such as a file that cannot be
+    written, 2 for bad input or a missing package, 130 for Ctrl-C.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     try:
-        sys.exit(
-            _app(_words_to_complete() if _COMPLETE in os.environ else words)(
-                words, prog_name="jax-kernels", standalone_mode=False
-            )
-        )
+        _run(words)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        _leave_output()
+        sys.exit(1)
     except UserError as error:
         _fail(str(error))
     except WriteError as error:
@@ -189,6 +234,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             raise
         _fail(str(error))
     except Exception as error:
+        line = in_one_line(error, words[0] if words else None)
+        if line is not None:
+            _leave_output()
+            _fail(line, 1)
         if not hasattr(error, "format_message"):  # a bug, not an error of typer's: show its traceback
             raise
         message = error.format_message()

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jax_kernels.cli import UserError, WriteError
+from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.cli.ops import OPS
-from jax_kernels.files import write_whole
+from jax_kernels.cli.outputs import check_output, print_table, write_output
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
@@ -357,7 +357,7 @@ def _show(console: Console, op: str, results: list[Result]) -> None:
         ratios = [error / result.bounds[name] for name, error in result.errors.items()]
         worst = f"{max(ratios):.2f}" if ratios else ""
         table.add_row(result.implementation, result.case, *cells, worst, "pass" if result.passed else "[red]FAIL")
-    console.print(table)
+    print_table(table)
     for result in results:
         if result.raised is not None:
             console.print(f"{op}, {result.implementation}, {result.case}: {result.raised}", markup=False)
@@ -379,9 +379,7 @@ def check(
     """
     implementations = _implementations(implementation, _ops(op))
     device = find_device(None)
-    if json_path is not None and (json_path.is_dir() or not json_path.parent.is_dir()):
-        raise UserError(f"--json: got {str(json_path)!r}, want a file in a folder that exists")
-
+    check_output("--json", json_path)
     calls = [
         (name, case_name, case, by)
         for name, of_op in implementations.items()
@@ -393,7 +391,6 @@ def check(
     progress = Console(stderr=True)
     tracked = track(calls, f"{', '.join(implementations)} on {device.name}", console=progress, transient=True)
     console = Console()
-    console.width = max(console.width, 110)  # a table is not cut off, in a file or in a narrow window
     by_op: dict[str, list[Result]] = {}
     for (name, _), cases in itertools.groupby(tracked, key=lambda call: (call[0], call[3])):
         found = [run_case(*call) for call in cases]
@@ -409,9 +406,6 @@ def check(
     if json_path is not None:
         report: dict[str, Any] = {"device": dataclasses.asdict(device), "versions": versions(), "failed": failed}
         report["results"] = [dataclasses.asdict(result) | {"passed": result.passed} for result in results]
-        try:
-            write_whole(json_path, json.dumps(report, indent=2) + "\n")
-        except OSError as error:
-            raise WriteError(f"--json: {json_path} cannot be written ({error.strerror or error})") from error
+        write_output("--json", json_path, json.dumps(report, indent=2) + "\n")
     if failed:
         raise typer.Exit(1)

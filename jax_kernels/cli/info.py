@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import jax
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from jax_kernels import dispatch
 from jax_kernels.cli import UserError
 from jax_kernels.cli.ops import OPS
+from jax_kernels.cli.outputs import print_table
 from jax_kernels.device import DeviceInfo, device_info
 
 GB = 10**9
@@ -23,7 +24,12 @@ PACKAGES = ("jax-kernels", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "flax"
 
 
 def find_device(name: str | None) -> DeviceInfo:
-    """The DeviceInfo of the named device, or of this machine's for None. Raises UserError for an unknown name."""
+    """The DeviceInfo of the named device, or of this machine's for None.
+
+    Raises UserError for an unknown name, and the error of JAX if it has no device of the platforms in JAX_PLATFORMS.
+    """
+    if name is None:
+        jax.local_devices()  # raises, where device_info would describe a CPU
     try:
         return device_info(name)
     except ValueError as error:
@@ -123,7 +129,7 @@ def _device_rows(device: DeviceInfo) -> dict[str, str]:
 
 
 def _two_columns(rows: dict[str, str]) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = Table(Column(overflow="fold"), Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
     for row in rows.items():
         table.add_row(*row)
     return table
@@ -141,7 +147,7 @@ def _ops_table(can: dict[str, dict[str, str | None]]) -> Table:
 
 def _reasons_table(can: dict[str, dict[str, str | None]]) -> Table:
     """A row for each op and implementation, with the reason why it cannot run."""
-    table = Table("op", "implementation", "can run")
+    table = Table(*(Column(name, overflow="fold") for name in ("op", "implementation", "can run")))
     for op, implementations in can.items():
         for name, reason in implementations.items():
             table.add_row(op, name, "yes" if reason is None else f"no: {reason}")
@@ -172,6 +178,6 @@ def info(
     if reasons:
         console.print(_reasons_table(can))
         return
-    console.print(_ops_table(can))
+    print_table(_ops_table(can))
     if any(x for implementations in can.values() for x in implementations.values()):
         console.print("jax-kernels info --reasons shows why an implementation cannot run.")

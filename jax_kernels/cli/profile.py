@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from jax_kernels.analysis.analyze import analysis_of
 from jax_kernels.analysis.record import Trace
 from jax_kernels.analysis.report import Analysis
 from jax_kernels.cli import UserError
-from jax_kernels.device import device_info
+from jax_kernels.cli.info import find_device
+from jax_kernels.cli.outputs import print_table
 from jax_kernels.tuning import timers
 
 __all__ = ["profile"]
@@ -30,18 +32,16 @@ def profile(
     device: Annotated[str | None, typer.Option(help="show plans and bounds for this device, such as h200")] = None,
     measure: Annotated[bool, typer.Option(help="time each call after the script, with random arrays")] = False,
     check: Annotated[bool, typer.Option(help="time the calls before and after the changes that are advised")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON; the script then prints to stderr")] = False,
 ) -> None:
     """Run a script, and show the ops that it ran: how often, their FLOPs, bytes, bounds, and advice."""
     if not script.is_file():
         raise UserError(f"script: got {str(script)!r}, want a Python script")
     if device is not None and (measure or check):
         raise UserError(f"--device: got {device!r} with --measure or --check, want one of them: times are of here")
-    try:
-        info = device_info(device)
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
-    traced = _traced_run(script, arguments or [])
+    info = find_device(device)
+    with _printing_to_stderr() if as_json else contextlib.nullcontext():
+        traced = _traced_run(script, arguments or [])
     if not traced.calls:
         raise UserError(f"script: got {str(script)!r}, which runs no op of jax_kernels")
     if device is not None:
@@ -50,6 +50,20 @@ def profile(
     with dispatch.on_device(info):
         found = analysis_of(traced, info, timer=timer, measure=measure, check=check, seconds=0.05)
     print(json.dumps(_as_json(found), indent=2)) if as_json else _show(found)
+
+
+@contextlib.contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """A context manager in which this process and processes that it starts print to stderr instead of stdout."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _traced_run(script: Path, arguments: list[str]) -> Trace:
@@ -93,9 +107,8 @@ def _show(found: Analysis) -> None:
     table = Table(*(found.COLUMNS[i] for i in shown), title=found.head())
     for row in rows:
         table.add_row(*(row[i] for i in shown))
+    print_table(table)
     console = Console()
-    console.width = max(console.width, 160)  # a table is not cut off, in a file or in a narrow window
-    console.print(table)
     for advice in found.advice:
         console.print(f"advice: {advice}", markup=False, highlight=False, soft_wrap=True)
 

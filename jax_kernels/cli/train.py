@@ -11,6 +11,7 @@ from jax_kernels.spelling import did_you_mean
 
 __all__ = ["parse_mesh", "train"]
 
+MOST = 2**31 - 1  # of a number that JAX takes as 32 bits
 Positive = typer.Option(min=1)
 # The axes of jax_kernels.models, which imports Flax.
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
@@ -39,7 +40,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             want = f"want axes of {', '.join(MESH_AXES)}{did_you_mean(name, MESH_AXES)}"
             raise typer.BadParameter(f"got {text!r}, {want}", param_hint="--mesh")
         if count < 1 and count != -1:
-            want = "want a positive number of devices for each axis, or -1 for one"
+            want = "want a positive number of devices for each axis, or -1 for one axis"
             raise typer.BadParameter(f"got {text!r}, {want}", param_hint="--mesh")
     return axes
 
@@ -69,7 +70,7 @@ def train(
     documents: Annotated[
         str, typer.Option(help="none: all text is one document; files: one document per file, unseen by other files.")
     ] = "none",
-    steps: Annotated[int, typer.Option(min=1, help="Total steps, with the steps before a restart.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, max=MOST, help="Total steps, with the steps before a restart.")] = 100,
     seq_len: Annotated[int, typer.Option(min=2, help="Bytes of context.")] = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a step, over all devices.")] = 8,
     accumulate: Annotated[int, typer.Option(min=1, help="Parts of a batch, one after the other.")] = 1,
@@ -93,10 +94,10 @@ def train(
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     implementation: Annotated[str | None, typer.Option(help="For attention.", show_default="the fastest")] = None,
     coordinator: Annotated[str | None, typer.Option(help="host:port of process 0, for several processes.")] = None,
-    num_processes: Annotated[int | None, typer.Option(min=1)] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1, max=MOST)] = None,
     process_id: Annotated[int | None, typer.Option(min=0)] = None,
-    timeout: Annotated[int, typer.Option(min=1, help="Seconds to wait for all processes.")] = 300,
-    collective_timeout: Annotated[int, typer.Option(min=1, help="Seconds that a collective may take.")] = 600,
+    timeout: Annotated[int, typer.Option(min=1, max=MOST, help="Seconds to wait for all processes.")] = 300,
+    collective_timeout: Annotated[int, typer.Option(min=1, max=MOST, help="Seconds that a collective may take.")] = 600,
 ) -> None:
     """Train a byte-level Transformer on text, on the devices of a mesh.
 
@@ -106,11 +107,15 @@ def train(
 
     One run at a time writes --out.
 
+    SIGTERM and Ctrl-C save a checkpoint after the current step; a second
+    Ctrl-C ends the run at once.
+
     Ends with exit code 1, and without another checkpoint, once a loss, a
     gradient or a parameter is not finite, or if --out cannot be written;
     2 for a wrong option, or an --out that another run writes.
     """
     from jax_kernels.cli import WriteError, train_run
+    from jax_kernels.models.parallel.distributed import CoordinatorNotFound
     from jax_kernels.models.training.checkpoints import NotWritten, file_in_the_way
 
     settings: dict[str, Any] = {
@@ -159,5 +164,5 @@ def train(
         train_run.run(axes, text, out, attention=attention, settings=settings, model=model, processes=processes)
     except NotWritten as error:
         raise WriteError(train_run.in_options(str(error))) from error
-    except (ValueError, TypeError, FileNotFoundError, NotImplementedError) as error:
+    except (ValueError, TypeError, FileNotFoundError, NotImplementedError, CoordinatorNotFound) as error:
         raise train_run.as_user_error(error) from error

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -21,28 +22,51 @@ from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, Transformer
 from jax_kernels.models.parallel.distributed import initialize_distributed
 from jax_kernels.models.training.checkpoints import NotWritten, reason
 from jax_kernels.models.training.folder_lock import FolderLock
-from jax_kernels.models.training.preemption import STOPPED, stop_asked
+from jax_kernels.models.training.preemption import INTERRUPTED, stop_asked
 
 __all__ = ["as_user_error", "in_options", "run"]
 
 
-def as_user_error(error: Exception) -> Exception:
-    """The library's error as a UserError: its message, with the command's option instead of the library's argument."""
-    return UserError(in_options(str(error)))
+def as_user_error(error: Exception, **arguments: str) -> Exception:
+    """The library's error as a UserError: its message, with the command's options instead of the library's arguments.
+
+    arguments: as in in_options.
+    """
+    return UserError(in_options(str(error), **arguments))
 
 
-def in_options(text: str) -> str:
+def in_options(text: str, **arguments: str) -> str:
     """The text of a library's error, with the command's options instead of the library's arguments.
 
-    An argument is replaced at the start of the text, and in each "argument=value" within it.
+    Arguments are replaced at the start of the text, and in each "argument=value" within it. arguments: options of the
+    command by the library's argument, where they differ from the options of `jax-kernels train`.
     """
-    text = re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text)
-    name = re.match(r"\w+(?=: )", text)
-    if name is not None and name[0] in _ARGUMENTS:
-        text = f"{_ARGUMENTS[name[0]]}{text[name.end() :]}"
-    fields = "|".join((*_OPTIONS, "accumulate", "seq_len"))
+    text = _with_attention(re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text))
+    text = re.sub(r"; restore\(step=(\d+)\) takes an older one", r"; the checkpoint of step \1 is older", text)
+    known, names = _ARGUMENTS | arguments, re.match(r"\w+(, \w+)*(?=: )", text)
+    if names is not None and {*names[0].split(", ")} <= known.keys():
+        text = f"{', '.join(known[name] for name in names[0].split(', '))}{text[names.end() :]}"
+    elif " strategy='" in text:
+        text = f"--sequence-strategy: {text}"
+    fields = "|".join((*_OPTIONS, "accumulate", "seq_len", "implementation", "num_processes", "process_id"))
     option = lambda found: f"--{_OPTIONS.get(found[1], found[1]).replace('_', '-')} "
     return re.sub(rf"\b({fields})=", option, text)
+
+
+def _with_attention(text: str) -> str:
+    """The text of the error about a checkpoint's other model, with --attention or --seq-len instead of the fields of
+    LongNetConfig that these options set.
+    """
+    fields = (
+        r"\b(?:combine|dilation_rates|heads|layer_norm|layout|order|segment_lengths)=(\[[^]]*\]|'[^']*'|\w+)(?:, )?"
+    )
+    values = re.findall(fields, text)
+    if not values or "differs from the checkpoint's" not in text:
+        return text
+    option = "another --seq-len" if "combine=" not in text else "--attention dilated"
+    option = "--attention dense" if "combine=None" in text else option
+    rest = re.sub(fields, "", text)
+    return f"{rest}{'' if rest.endswith(('which has ', ', ')) else ', '}{option}"
 
 
 def run(
@@ -56,8 +80,8 @@ def run(
     arguments of initialize_distributed.
 
     Raises ValueError, TypeError or FileNotFoundError for errors of the user's input, NotWritten if `out` cannot be
-    written. Ends the process with the status STOPPED if SIGTERM ended the run, and with 1 if a loss or a parameter is
-    not finite.
+    written. Ends the process with the status STOPPED or INTERRUPTED if SIGTERM or Ctrl-C ended the run, and with 1 if a
+    loss or a parameter is not finite.
     """
     initialize_distributed(**processes)
     options = {_OPTIONS.get(name, name): value for name, value in (settings | model).items()}
@@ -74,7 +98,7 @@ def run(
         pattern: dict[str, Any] = {"segment_lengths": (length // 4, length // 2, length), "dilation_rates": (1, 2, 4)}
         config = LongNetConfig(vocab_size=256, **model, **pattern)
     batches, digest = batches_of(text, settings, mesh)
-    kept = settings | {"text": digest}
+    kept = settings | {"text": digest, "dtype": config.dtype}
     trainer = Trainer(
         config,
         make_optimizer(settings["steps"], settings["learning_rate"]),
@@ -92,13 +116,14 @@ def run(
         of_devices = f"{mesh.size} device{'s' if mesh.size > 1 else ''}"
         of_processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
         say(f"{of_devices}, {of_processes}, mesh {dict(mesh.shape)}", flush=True)
-        with stop_asked() as asked:
+        with stop_asked(tell_interrupt) as asked:
             tokens = settings["batch_size"] * settings["seq_len"]
             with progress(begun, settings["steps"], tokens, is_shown=is_first) as report:
-                is_whole = train(trainer, batches, losses, kept, report, asked)
-        if not is_whole:
-            say(f"SIGTERM: saved step {trainer.step} in {folder}; the same command goes on from there", flush=True)
-            sys.exit(STOPPED)
+                status = train(trainer, batches, losses, kept, report, asked)
+        if status:
+            which = "Ctrl-C" if status == INTERRUPTED else "SIGTERM"
+            say(f"{which}: saved step {trainer.step} in {folder}; the same command goes on from there", flush=True)
+            sys.exit(status)
         if begun == settings["steps"]:
             say(f"nothing to train: the run in {out} has had its {begun} steps", flush=True)
         skipped = sum(loss is None for loss in losses)
@@ -111,8 +136,18 @@ def run(
             say(f"wrote {files}, and the checkpoint of step {trainer.step} to {folder}", flush=True)
         elif is_first:
             say(f"{out / 'train.json'} has its losses, {folder} the checkpoint of step {trainer.step}", flush=True)
+    except KeyboardInterrupt:
+        if is_first:
+            way = "" if trainer.latest is None else "; the same command goes on from there"
+            print(f"jax-kernels: Ctrl-C: {newest_of(trainer)}{way}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     finally:
         trainer.close()
+
+
+def tell_interrupt() -> None:
+    """Says that a Ctrl-C ends the run after its step. print may not run in a signal's handler."""
+    os.write(2, b"\njax-kernels: Ctrl-C: the run ends after this step, with a checkpoint; again ends it at once\n")
 
 
 def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float | None]:
@@ -190,7 +225,7 @@ _ARGUMENTS = {
     "num_layers": "--layers",
     "process_id": "--process-id",
     "num_processes": "--num-processes",
-    **{name: f"--{name}" for name in ("mesh", "seed", "coordinator", "timeout", "accumulate")},
+    **{name: f"--{name}" for name in ("mesh", "seed", "coordinator", "timeout", "accumulate", "implementation")},
 }
 # The options whose values have other names in the config.
 _OPTIONS = {"num_layers": "layers", "model_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
@@ -198,13 +233,13 @@ _OPTIONS = {"num_layers": "layers", "model_dim": "width", "num_heads": "heads", 
 
 def train(
     trainer: Trainer, batches: TokenBatches, losses: list[float | None], kept: dict[str, Any], report: Report,
-    asked: Callable[[int], bool],
-) -> bool:  # fmt: skip
-    """Runs the remaining steps and saves. Returns True if all steps ran, False if `asked` ended the run.
+    asked: Callable[[int], int],
+) -> int:  # fmt: skip
+    """Runs the remaining steps and saves. Returns 0 if all steps ran, else the exit status with which `asked` ended it.
 
     losses: the losses so far, to which each step's is added; None for a step that float16 skipped. kept: the settings,
-    for the checkpoint. report(step, loss): called after each step. asked(step): whether to end after this step, once it
-    is saved.
+    for the checkpoint. report(step, loss): called after each step. asked(step): the exit status if the run is to end
+    after this step, once it is saved, else 0.
     """
     steps = kept["steps"]
     while trainer.step < steps:
@@ -216,13 +251,13 @@ def train(
             check_finite(trainer, loss, float(found["gradient_norm"]))
         report(trainer.step, loss)
         is_last = trainer.step == steps
-        is_stopped = asked(trainer.step) and not is_last
-        if trainer.step % kept["save_every"] == 0 or is_last or is_stopped:
+        status = 0 if is_last else asked(trainer.step)
+        if trainer.step % kept["save_every"] == 0 or is_last or status:
             check_parameters(trainer, batch)
             trainer.save(kept | {"losses": losses})
-        if is_stopped:
-            return False
-    return True
+        if status:
+            return status
+    return 0
 
 
 def check_finite(trainer: Trainer, loss: float, gradient_norm: float) -> None:
@@ -251,14 +286,19 @@ def check_parameters(trainer: Trainer, batch: Any) -> None:
 
 def end_unsaved(trainer: Trainer, got: str) -> NoReturn:
     """Ends the process with the status 1 and a message with `got`, the bad value, and the newest checkpoint."""
-    newest = (
-        "there is no checkpoint" if trainer.latest is None else f"the newest checkpoint is of step {trainer.latest}"
-    )
+    newest = newest_of(trainer)
     sys.exit(f"jax-kernels: step {trainer.step}: got {got}, as with a smaller --learning-rate; {newest}")
+
+
+def newest_of(trainer: Trainer) -> str:
+    """The newest checkpoint in words, for an error."""
+    step = trainer.latest
+    return "there is no checkpoint" if step is None else f"the newest checkpoint is of step {step}"
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises ValueError if a checkpoint's settings, `before`, differ from this run's, `now`, except in save_every."""
-    changed = [f"{name} {x}" for name, x in before.items() if name != "save_every" and now.get(name) != x]
+    changed = [name for name, x in before.items() if name != "save_every" and now.get(name) != x]
     if changed:
-        raise ValueError(f"--out: the checkpoint there was trained with {', '.join(changed)}; give another folder")
+        told = ["another --text" if x == "text" else f"--{x.replace('_', '-')} {before[x]}" for x in changed]
+        raise ValueError(f"--out: the checkpoint there was trained with {', '.join(told)}; give another folder")

@@ -71,7 +71,10 @@ class _Lines(session.Silent):
 
 @contextlib.contextmanager
 def _tuning(gradients: bool, seconds: float, prune: bool) -> Iterator[None]:
-    """Tunes the calls made inside, with a progress bar in a terminal, and then prints their results."""
+    """Tunes the calls made inside, with a progress bar in a terminal, and then prints their results.
+
+    Raises UserError if there was no call, or for wrong seconds.
+    """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     try:
@@ -91,13 +94,13 @@ def _tuning(gradients: bool, seconds: float, prune: bool) -> Iterator[None]:
         if not str(error).startswith("seconds: "):
             raise
         raise UserError(f"--{error}") from None
+    if not results:
+        raise UserError("tune: got no call of an op that tuning can time: was its function traced before?")
     _show(results)
 
 
 def _show(results: list[TunedCall]) -> None:
     """Prints a line for each call, and for each candidate that did not run."""
-    if not results:
-        print("no call of an op was made that tuning can time: was its function traced before?")
     for result in results:
         print(result)
         for text, reason in result.failed.items():
@@ -120,6 +123,8 @@ def _command(op: str) -> Callable[..., None]:
 
     def command(shapes: str, gradients: bool, seconds: float, prune: bool, **values: Any) -> None:
         try:
+            if not shapes.split():
+                raise UserError(f"--shapes: got {shapes!r}, want a shape or several")
             calls = [options.given(op, values | {"shape": text}) for text in shapes.split()]
             with _tuning(gradients, seconds, prune):
                 for call in calls:
@@ -189,8 +194,12 @@ def tune(
         if script is not None or shows or clears:
             raise UserError(f"op: got {context.invoked_subcommand} with --from, --list or --clear, want one of them")
         return
-    if (script is not None) + shows + clears != 1:
-        raise UserError("tune: got no op and not one of --from, --list and --clear, want one of them")
+    asked = [
+        name for name, is_given in (("--from", script is not None), ("--list", shows), ("--clear", clears)) if is_given
+    ]
+    if len(asked) != 1:
+        got = " and ".join(asked) or "no op and none of --from, --list and --clear"
+        raise UserError(f"tune: got {got}, want one of them")
     if as_json and not shows:
         raise UserError("--json: got it without --list, want both")
     if arguments and script is None:
@@ -200,7 +209,15 @@ def tune(
     elif shows:
         _list(as_json)
     elif script is not None:
-        _run(script, shlex.split(arguments), gradients, seconds, prune)
+        _run(script, _words(arguments), gradients, seconds, prune)
+
+
+def _words(arguments: str) -> list[str]:
+    """The words of the option --arguments, split as by a shell. Raises UserError for a quote without its end."""
+    try:
+        return shlex.split(arguments)
+    except ValueError as error:
+        raise UserError(f"--arguments: got {arguments!r} ({error}), want words as in a shell") from None
 
 
 def _run(script: Path, arguments: list[str], gradients: bool, seconds: float, prune: bool) -> None:

@@ -142,6 +142,8 @@ def store(device: str, key: str, winner: Winner) -> None:
 
     Other processes may store winners at the same time: each one adds to the file under a lock. If the file cannot be
     written, one warning says so, and the winner serves only this process.
+
+    Raises ModuleNotFoundError without filelock, or without platformdirs and JAX_KERNELS_CACHE.
     """
     parent, path = folder(), path_of(device)
     if parent is None or path is None:
@@ -197,7 +199,10 @@ def _device_of(path: Path) -> str | None:
 
 
 def clear() -> list[Path]:
-    """Removes all files of winners, of every version and device, and returns their paths. This process forgets them."""
+    """Removes all files of winners, of every version and device, and returns their paths. This process forgets them.
+
+    Raises OSError if a file cannot be removed or its lock is held for a minute, ModuleNotFoundError without filelock.
+    """
     removed = _files()
     for path in removed:
         with _lock(path):

@@ -1,18 +1,26 @@
 """Initialisation of several processes that train one model, with time limits, and the scheduler's environment."""
 
+import math
 import os
 import re
+import socket
+import time
 from collections.abc import Mapping
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-__all__ = ["gathered", "initialize_distributed", "scheduler"]
+__all__ = ["CoordinatorNotFound", "gathered", "initialize_distributed", "scheduler"]
 
 # Each scheduler's variable with the number of processes. Kubernetes has other variables, without the number.
 _COUNTS = {"Slurm": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
+_RETRY_SECONDS = 0.5
 _KUBERNETES = "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"
+
+
+class CoordinatorNotFound(RuntimeError):
+    """Raised if no process answers at the coordinator's address in time."""
 
 
 def scheduler(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -49,7 +57,9 @@ def initialize_distributed(
     Raises:
       ValueError: only some of coordinator, num_processes and process_id are given, or an argument is out of range.
       TypeError: a number is not an int.
-      RuntimeError: the processes did not find each other in time, or devices were touched before.
+      RuntimeError: no process answers at the coordinator's address in time, or devices were touched before.
+
+    If process 0 answers and another process does not start in time, JAX ends the process with the status 134.
     """
     given = (coordinator, num_processes, process_id)
     if coordinator is None and given != (None, None, None):
@@ -63,8 +73,10 @@ def initialize_distributed(
         raise ValueError(
             f"num_processes, process_id: got {num_processes} and {process_id}, want both with a coordinator"
         )
-    if coordinator is not None and not (isinstance(coordinator, str) and re.fullmatch(r".+:\d+", coordinator)):
-        raise ValueError(f"coordinator: got {coordinator!r}, want host:port")
+    if coordinator is not None:
+        found = re.fullmatch(r".+:(\d+)", coordinator) if isinstance(coordinator, str) else None
+        if found is None or not 0 < int(found[1]) < 2**16:
+            raise ValueError(f"coordinator: got {coordinator!r}, want host:port, with a port from 1 to 65535")
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise ValueError(f"process_id: got {process_id} of {num_processes} processes, want 0 to {num_processes - 1}")
     for name, value in (("timeout", timeout), ("collective_timeout", collective_timeout)):
@@ -72,8 +84,12 @@ def initialize_distributed(
             raise TypeError(f"{name}: got {value!r}, want seconds, an int")
         if value < 1:
             raise ValueError(f"{name}: got {value}, want 1 second or more")
+        if value >= 2**31:
+            raise ValueError(f"{name}: got {value}, want fewer than 2**31 seconds")
     if coordinator is None and scheduler() is None:
         return False
+    if coordinator is not None and process_id:
+        timeout = _wait_for(coordinator, timeout)
     flag, flags = "--xla_gpu_nccl_termination_timeout_seconds", os.environ.get("XLA_FLAGS", "")
     if flag not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}={collective_timeout}".strip()
@@ -86,6 +102,28 @@ def initialize_distributed(
         shutdown_timeout_seconds=timeout,
     )
     return jax.process_count() > 1
+
+
+def _wait_for(coordinator: str, timeout: int) -> int:
+    """Waits until a process listens at the address. Returns the seconds of the timeout that are left, 1 or more.
+
+    JAX would end the process without a Python error. Raises CoordinatorNotFound.
+    """
+    host, _, port = coordinator.rpartition(":")
+    end = time.monotonic() + timeout
+    while True:
+        left = max(0.1, end - time.monotonic())
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=left).close()
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS > end:
+                raise CoordinatorNotFound(
+                    f"coordinator: got {coordinator!r}, where no process answers in {timeout} seconds "
+                    f"({error.strerror or error}), want host:port of process 0"
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+        else:
+            return max(1, math.ceil(end - time.monotonic()))
 
 
 def gathered(text: str) -> list[str]:

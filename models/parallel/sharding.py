@@ -229,7 +229,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
     rest = [name for name, size in sizes.items() if size == -1]
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if bad or len(rest) > 1 or not sizes:
-        raise ValueError(f"axes: got {dict(axes)}, want a positive number of devices for each axis, or -1 for one")
+        raise ValueError(f"axes: got {dict(axes)}, want a positive number of devices for each axis, or -1 for one axis")
     count = math.prod(size for size in sizes.values() if size != -1)
     if rest:
         sizes[rest[0]] = len(devices) // count

@@ -1,7 +1,8 @@
 """Batches of windows of a text. Each process reads only the rows of its own devices."""
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_kernels.files import files_below
 from jax_kernels.models.config import check_size
 from jax_kernels.models.parallel.sharding import ShardingRules, batch_sharding
 from jax_kernels.plain_numbers import plain_arguments
@@ -36,6 +38,7 @@ def read_text(paths: str | Path | Iterable[str | Path]) -> np.ndarray:
 
     Raises:
       FileNotFoundError: a path is neither a file nor a folder.
+      OSError: a file, or a subfolder of a folder, cannot be read; the error names it.
       ValueError: there are no bytes.
       TypeError: paths is neither a path nor an iterable.
     """
@@ -45,7 +48,7 @@ def read_text(paths: str | Path | Iterable[str | Path]) -> np.ndarray:
 def _files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """The files at the paths that have bytes, in order; a folder's files that are not hidden are sorted by name.
 
-    Raises TypeError, FileNotFoundError, or ValueError if there are none.
+    Raises TypeError, FileNotFoundError, OSError if a folder cannot be read, or ValueError if there are none.
     """
     files: list[Path] = []
     if not isinstance(paths, str | Path | Iterable):
@@ -53,8 +56,8 @@ def _files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     for path in [paths] if isinstance(paths, str | Path) else paths:
         path = Path(path)
         if path.is_dir():
-            found = (x.relative_to(path) for x in path.rglob("*") if x.is_file())
-            files += [path / x for x in sorted(found) if not any(part.startswith(".") for part in x.parts)]
+            with _reading():
+                files += files_below(path)
         elif path.is_file():
             files.append(path)
         else:
@@ -66,10 +69,25 @@ def _files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
 
 
 def _text(files: list[Path]) -> np.ndarray:
-    """The bytes of the files, one after the other: uint8 [bytes]. A single file is memory-mapped."""
-    if len(files) == 1:
-        return np.memmap(files[0], np.uint8, mode="r")
-    return np.concatenate([np.fromfile(file, np.uint8) for file in files])
+    """The bytes of the files, one after the other: uint8 [bytes]. A single file is memory-mapped.
+
+    Raises OSError, which names a file that cannot be read.
+    """
+    with _reading():
+        if len(files) == 1:
+            return np.memmap(files[0], np.uint8, mode="r")
+        return np.concatenate([np.fromfile(file, np.uint8) for file in files])
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """A context manager that turns the operating system's errors inside it into OSErrors with the path and the
+    reason in words.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"paths: {error.filename or 'a file'} cannot be read ({error.strerror or error})") from error
 
 
 class TokenBatches:
@@ -91,8 +109,8 @@ class TokenBatches:
 
     Raises:
       ValueError: a number is out of range, tokens are not integers [n] or fewer than a window, documents do not ascend
-        from 0 within the tokens, or the number of devices does not divide the batch. On taking a batch: a token does
-        not fit int32.
+        from 0 within the tokens, a batch has 2**31 tokens or more, or the number of devices does not divide the batch.
+        On taking a batch: a token does not fit int32.
       TypeError: tokens is not an array, or a number is not an int.
     """
 
@@ -118,6 +136,8 @@ class TokenBatches:
         count = (len(tokens) - 1) // seq_len
         if count < 1:
             raise ValueError(f"tokens: got {len(tokens)}, want at least {seq_len + 1} for seq_len={seq_len}")
+        if batch_size * seq_len >= 2**31:
+            raise ValueError(f"batch: got {batch_size} windows of {seq_len} tokens, want fewer than 2**31 tokens")
         if documents is not None:
             documents = _checked_documents(np.asarray(documents), len(tokens))
         import grain  # the import takes a second

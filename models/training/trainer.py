@@ -36,7 +36,7 @@ from jax_kernels.models.training.loss_scale import (
     select,
 )
 from jax_kernels.models.training.next_token import is_next_token_loss, next_token_loss
-from jax_kernels.models.training.preemption import STOPPED, stop_asked
+from jax_kernels.models.training.preemption import stop_asked
 from jax_kernels.models.training.trainer_checkpoints import TrainerCheckpoints
 from jax_kernels.models.training.trainer_checks import (
     check_fit,
@@ -380,15 +380,15 @@ class Trainer(TrainerCheckpoints):
                 found = self.train(self._checked_batch(batches[self.step], f"batches[{self.step}]"))
                 if on_step is not None:
                     on_step(self.step, found)
-                is_stopped = asked(self.step)
+                status = asked(self.step)
                 is_due = save_every is not None and (self.step % save_every == 0 or self.step == steps)
-                if is_due or (is_stopped and self._manager is not None):
+                if is_due or (status and self._manager is not None):
                     self.save(run)
-                if is_stopped:
+                if status:
                     if self._manager is not None:
                         with checkpoints.writing(self._manager):
                             self._manager.wait_until_finished()
-                    raise SystemExit(STOPPED)
+                    raise SystemExit(status)
         if self.step > begun:
             self.check_finite()
 

@@ -7,11 +7,13 @@ import sys
 import types
 
 import pytest
+from rich.table import Column, Table
 
 import jax_kernels
 from jax_kernels import cli, dispatch
 from jax_kernels.cli import check, info
 from jax_kernels.cli.ops import OPS
+from jax_kernels.cli.outputs import print_table
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from tests.support.processes.python import done_by
 
@@ -98,6 +100,19 @@ def test_info_json(run):
     assert report["ops"]["flash_attention"]["mosaic_gpu"].startswith("it needs Hopper")
     assert report["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert report["versions"]["jax-kernels"]
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_narrow_and_dumb_terminals_cut_nothing_off(run, monkeypatch, capsys, term):
+    for name, value in {"TERM": term, "COLUMNS": "40", "FORCE_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    print_table(Table(*(Column(f"column {i}", no_wrap=True) for i in range(30))))
+    out, _ = capsys.readouterr()
+    assert all(f"column {i}" in out for i in range(30))
+    for words in (("info",), ("info", "--reasons")):
+        code, out, _ = run(*words, "--device", "h200")
+        assert code == 0
+        assert "\N{HORIZONTAL ELLIPSIS}" not in out
 
 
 SMI = """\
@@ -284,6 +299,7 @@ def test_explain_without_arguments_lists_ops(run):
 )
 def test_other_ways_to_ask_for_help(run, words, other):
     assert run(*words.split()) == run(*other.split())
+    assert run()[1].strip() == run("--help")[1].strip()
 
 
 @pytest.mark.parametrize(
@@ -301,7 +317,11 @@ def test_other_ways_to_ask_for_help(run, words, other):
         ),
         ("explain --shape 1,8,4,64 --mask causal", ("--mask: got 'causal', want whole", "a causal one by --causal")),
         ("nonsense", ("nonsense",)),
-        ("explain attention", ("--shape",)),
+        ("explain attention", ("--shape", "; jax-kernels explain attention --help lists the options")),
+        ("explain --causal", ("--shape", "; jax-kernels explain attention --help lists the options")),
+        ("explain mlp --shap 1", ("--shap", "; jax-kernels explain mlp --help lists the options")),
+        ("tune rms_norm", ("--shapes", "; jax-kernels tune rms_norm --help lists the options")),
+        ("tune --lis", ("--lis", "; jax-kernels tune --help lists the options")),
         ("explain nope --shape 1,8,4,64", ("op: got 'nope', want one of attention, flash_attention, ",)),
         ("explain sequence_parallel_dilated_attention", ("--shape",)),
         ("explain ring_attention --shape 1,8,4,64", ("--devices",)),

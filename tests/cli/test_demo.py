@@ -244,8 +244,10 @@ def test_wrong_options_are_named(invoke, text, tmp_path):
         (("--text", binary), "--text: .*binary is not text: it has NUL bytes"),
         (("--text", text, "--implementation", "fast"), "--implementation: got 'fast' for "),
         (("--text", text, "--implementation", "cudnn"), "--implementation: .*cannot serve .* needs an NVIDIA GPU"),
+        (("--text", text, "--batch-size", 10**11), "--batch-size: got 100000000000 sequences of 48 bytes, want fewer"),
+        (("--text", text, "--steps", 10**11), "'--steps'"),
         (("--text", text, "--precision", "tf32"), "--precision: got 'tf32', want fp8, or no --precision"),
-        (("--text", text, "--mesh", "data=64"), r"--mesh: axes: got \{'data': 64\} for \d+ devices?"),
+        (("--text", text, "--mesh", "data=64"), r"--mesh: got \{'data': 64\} for \d+ devices?"),
         (("--text", text, "--attention", "sparse"), "--attention: got 'sparse', want dense or dilated"),
         (("--resume",), "--resume: there is no checkpoint in "),
         (("--steps", 0), "'--steps'"),
@@ -255,6 +257,22 @@ def test_wrong_options_are_named(invoke, text, tmp_path):
         assert result.exit_code == 2, result.output
         assert re.search(message, result.output), result.output
     assert not out.exists()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_ctrl_c_names_the_newest_checkpoint(invoke, text, tmp_path, monkeypatch, saved):
+    def train(console, trainer, corpus, steps, checkpoints, history):
+        if saved:
+            trainer.step = 3
+            checkpoints.save(trainer, {"settings": {}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_run, "train", train)
+    result = invoke("--text", text, "--out", tmp_path / "out")
+    way = f"jax-kernels demo --resume --out {tmp_path / 'out'} goes on from there"
+    newest = f"the newest checkpoint is of step 3; {way}" if saved else "there is no checkpoint"
+    assert result.exit_code == 130
+    assert result.output.endswith(f"jax-kernels: Ctrl-C: {newest}\n")
 
 
 def test_held_out_blocks_are_never_trained_on(tmp_path):

@@ -1,8 +1,11 @@
 """jax-kernels profile: the ops that a script runs, in JAX and in PyTorch, and messages for wrong use."""
 
 import json
+import os
 
 import pytest
+
+from jax_kernels import cli
 
 JAX_SCRIPT = """
 import sys
@@ -48,6 +51,18 @@ def test_runs_of_a_jax_script(run, script):
     uses = {use["op"]: (use["forward"], use["backward"]) for use in found["uses"]}
     assert uses == {"flash_attention": (12, 12), "rms_norm": (1, 0)}
     assert sum(use["share"] for use in found["uses"]) == pytest.approx(1)
+
+
+def test_json_is_alone_in_stdout(script, capfd):
+    """A script and the processes that it starts print to stderr."""
+    printing = 'import os\nprint("printed")\nos.system("echo echoed")\n'
+    with pytest.raises(SystemExit):
+        cli.main(["profile", script(printing + JAX_SCRIPT), "1", "--json"])
+    out, err = capfd.readouterr()
+    assert json.loads(out)["uses"]
+    assert {"printed", "echoed"} <= {*err.splitlines()}
+    os.write(1, b"again stdout")
+    assert capfd.readouterr().out == "again stdout"
 
 
 def test_runs_of_a_torch_script(run, script):

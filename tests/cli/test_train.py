@@ -96,7 +96,7 @@ def test_two_processes_train_as_one(tmp_path, folder, capsys):
     assert f"nothing to train: the run in {tmp_path / 'pair'} has had its 4 steps" in out
     assert f"{tmp_path / 'pair' / 'train.json'} has its losses, " in out
     given["settings"] = settings | {"steps": 5}
-    with pytest.raises(ValueError, match="--out: the checkpoint there was trained with steps 4; give another folder"):
+    with pytest.raises(ValueError, match="--out: the checkpoint there was trained with --steps 4; give another folder"):
         train_run.run({"data": 1}, folder, tmp_path / "pair", **given)
 
 
@@ -120,27 +120,57 @@ def small(settings):
     return {"attention": "dense", "processes": {}, "settings": settings, "model": model}
 
 
-def test_sigterm_saves_and_the_run_resumes(tmp_path, text, capsys, monkeypatch):
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_signals_save_and_the_run_resumes(tmp_path, text, capsys, monkeypatch, number, name):
     given = small({"steps": 4, "save_every": 100})
     of_model, steps = Trainer.train, []
 
     def train(self, batch):
         steps.append(self.step)
         if len(steps) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return of_model(self, batch)
 
     monkeypatch.setattr(Trainer, "train", train)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as ended:
         train_run.run({"data": 1}, text, tmp_path / "out", **given)
-    assert ended.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert "SIGTERM: saved step 2" in capsys.readouterr().out
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    assert f"{name}: saved step 2" in capsys.readouterr().out
     train_run.run({"data": 1}, text, tmp_path / "out", **given)
     assert "goes on from step 2" in capsys.readouterr().out
     assert steps == [0, 1, 2, 3]
     assert len(losses(tmp_path / "out")) == 4
+
+
+@pytest.mark.parametrize(
+    ("at", "newest"), [(1, "there is no checkpoint\n"), (2, "the newest checkpoint is of step 1; ")]
+)
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, text, capsys, monkeypatch, at, newest):
+    of_model = Trainer.train
+
+    def train(self, batch):
+        for _ in range(2 if self.step == at - 1 else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return of_model(self, batch)
+
+    monkeypatch.setattr(Trainer, "train", train)
+    with pytest.raises(SystemExit) as ended:
+        train_run.run({"data": 1}, text, tmp_path / "out", **small({"steps": 4, "save_every": 1}))
+    assert ended.value.code == 130
+    assert f"jax-kernels: Ctrl-C: {newest}" in capsys.readouterr().err
+
+
+def test_another_dtype_does_not_continue_a_run(tmp_path, text, capsys):
+    """Another remat does, since it changes no result."""
+    words = ("--text", text, "--out", tmp_path / "out", "--steps", 1)
+    assert ended(capsys, *words)[0] == 0
+    code, _, err = ended(capsys, *words, "--dtype", "bfloat16")
+    message = "--out: the checkpoint there was trained with --dtype float32; give another folder"
+    assert (code, err) == (2, f"jax-kernels: {message}\n")
+    code, out, _ = ended(capsys, *words, "--remat", "all")
+    assert (code, "nothing to train" in out) == (0, True)
 
 
 def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monkeypatch):
@@ -150,7 +180,7 @@ def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monke
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert error.startswith("jax-kernels: implementation='mosaic_gpu' cannot serve this flash_attention")
+    assert error.startswith("jax-kernels: --implementation 'mosaic_gpu' cannot serve this flash_attention")
     given = small({"steps": 1, "save_every": 1})
     config = TransformerConfig(vocab_size=256, num_layers=1, model_dim=16, num_heads=1)
     trainer = Trainer(config, train_run.make_optimizer(1, 1e-3), folder=tmp_path / "checkpoint")
@@ -178,7 +208,10 @@ def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monke
             ("--mesh", "dta=1"),
             "--mesh: got 'dta=1', want axes of pipeline, data, fsdp, expert, sequence, tensor; did you mean 'data'?",
         ),
-        (("--mesh", "data=0"), "--mesh: got 'data=0', want a positive number of devices for each axis, or -1 for one"),
+        (
+            ("--mesh", "data=0"),
+            "--mesh: got 'data=0', want a positive number of devices for each axis, or -1 for one axis",
+        ),
         (("--dtype", "half"), "--dtype: got 'half', want bfloat16, float16 or float32"),
         (
             ("--remat", "product"),
@@ -205,10 +238,20 @@ def test_bad_options_are_named(words, message, text, capsys):
         ("--text TEXT --seq-len 99999", "--text: got "),
         ("--text TEXT --accumulate 3", "--batch-size: got 2 rows, want a multiple of --accumulate 3"),
         ("--coordinator foo --num-processes 2 --process-id 0", "--coordinator: got 'foo', want host:port"),
+        (
+            "--coordinator a:99999 --num-processes 2 --process-id 1",
+            "--coordinator: got 'a:99999', want host:port, with ",
+        ),
+        (
+            "--coordinator localhost:1 --num-processes 2 --process-id 1 --timeout 1",
+            "--coordinator: got 'localhost:1', where no process answers in 1 seconds (Connection refused), want",
+        ),
+        ("--text TEXT --batch-size 99999999999", "--batch-size: got 99999999999 windows of 16 tokens, want fewer than"),
+        ("--steps 100000000000", "Invalid value for '--steps': "),
         ("--coordinator a:1 --num-processes 2 --process-id 2", "--process-id: got 2 of 2 processes, want 0 to 1"),
         (
             "--text TEXT --implementation mosaic",
-            "implementation: got 'mosaic' for flash_attention, want one of",
+            "--implementation: got 'mosaic' for flash_attention, want one of",
         ),
     ],
 )
@@ -379,7 +422,7 @@ def test_dying_process_ends_the_others_with_a_message(tmp_path, text):
 
 @pytest.mark.slow
 def test_missing_process_times_out(tmp_path):
-    joint = ("--coordinator", "localhost:1", "--num-processes", 2, "--process-id", 1, "--timeout", 2)
+    joint = ("--coordinator", f"localhost:{free_port()}", "--num-processes", 2, "--process-id", 0, "--timeout", 2)
     process = start(*joint, "--out", tmp_path)
     out, err = process.communicate(timeout=100)
     assert process.returncode != 0

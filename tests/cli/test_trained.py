@@ -4,6 +4,8 @@ import io
 import json
 import math
 import re
+import shutil
+import types
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from jax_kernels.cli import train_progress, train_run
+from jax_kernels.cli.demo.training import Checkpoints
 from jax_kernels.cli.trained.checkpoint import trained_model
 from jax_kernels.cli.trained.evaluate import windows
 from jax_kernels.models import LongNet, Trainer
+from jax_kernels.models.training import checkpoints
 
 TEXT = "".join(f"the word is {word};\n" for word in ["alpha", "beta", "gamma"] * 100)
 
@@ -56,6 +60,10 @@ def test_eval_has_the_loss_of_each_byte(run, folder):
     assert (found["seq_len"], found["step"]) == (48, 40)
     _, out, _ = run("eval", str(text), "--checkpoint", str(folder), "--step", "20", "--max-bytes", "100")
     assert re.search(r"bits a byte, loss .* nats, perplexity .*: 99 bytes of .* in windows of 32, .* of step 20", out)
+    # Windows are as long as the text allows, and a batch has as many as there are.
+    sizes = ("--max-bytes", "10", "--seq-len", "100", "--batch-size", str(10**12))
+    _, out, _ = run("eval", str(text), "--checkpoint", str(folder), "--json", *sizes)
+    assert (json.loads(out)["seq_len"], json.loads(out)["predicted_bytes"]) == (9, 9)
 
 
 @pytest.mark.parametrize(("size", "length", "rows"), [(2, 8, 1), (9, 8, 2), (10, 8, 1), (70, 8, 4)])
@@ -63,7 +71,7 @@ def test_windows_have_each_byte_once(size, length, rows):
     data = np.arange(1, size + 1, dtype=np.uint8)
     found = []
     for tokens, targets in windows(data, length, rows):
-        assert tokens.shape == targets.shape == (rows, min(length, size - 1))
+        assert tokens.shape == targets.shape == (rows, length)
         assert ((tokens < 0) == (targets < 0)).all()
         kept = targets >= 0
         np.testing.assert_array_equal(targets[kept], tokens[kept] + 1)
@@ -81,6 +89,8 @@ def test_generate_continues_a_text(run, folder, monkeypatch):
     assert out[:-1] == "the word is" + bytes(np.asarray(model.generate(ids, 12, 0.0))[0].tolist()).decode()
     drawn = [run("generate", "a", "--checkpoint", str(folder), "--seed", seed)[1] for seed in ("1", "1", "2")]
     assert drawn[0] == drawn[1] != drawn[2]
+    _, out, _ = run("generate", "--checkpoint", str(folder), "--tokens", "1", "--", "--help")
+    assert out.startswith("--help")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("thé".encode())))
     _, out, _ = run("generate", "-", "--checkpoint", str(folder), "--tokens", "1", "--top-k", "1")
     assert out.startswith("thé")
@@ -92,6 +102,11 @@ def test_generate_continues_a_text(run, folder, monkeypatch):
         (("generate", "a", "--checkpoint", "NONE"), "--checkpoint: got 'NONE', want a folder that `jax-kernels train"),
         (("generate", "", "--checkpoint", "HERE"), "PROMPT: got an empty text, want one byte or more"),
         (("generate", "a", "--checkpoint", "HERE", "--step", "7"), "--step: got 7, want one of the checkpoints 20, 40"),
+        (("generate", "a", "--checkpoint", "HERE", "--tokens", str(10**12)), "--tokens: got 1000000000000, want 1 to"),
+        (
+            ("generate", "a", "--checkpoint", "HERE", "--implementation", "fast"),
+            "jax-kernels: --implementation: got 'fast'",
+        ),
         (("generate", "a", "--temperature", "inf"), "--temperature: got inf, want a finite number"),
         (("generate", "a", "--checkpoint", "HERE", "--implementation", "cudnn"), "cannot serve this"),
         (("eval", "NONE", "--checkpoint", "HERE"), "TEXT: NONE is neither a file nor a folder"),
@@ -114,7 +129,29 @@ def test_a_checkpoint_of_another_program_is_named(run, tmp_path):
     trainer.close()
     code, _, err = run("generate", "a", "--checkpoint", str(tmp_path / "other"))
     assert code == 2
-    assert "another program wrote it" in err
+    assert "which jax-kernels demo or another program wrote, want the --out of jax-kernels train" in err
+    # A checkpoint of the demo.
+    demo = Checkpoints(tmp_path / "demo" / "checkpoint", replace=True)
+    demo.save(types.SimpleNamespace(step=1, state={"x": np.ones(2)}), {"settings": {}})
+    demo.close()
+    code, _, err = run("eval", str(tmp_path / "text.txt"), "--checkpoint", str(tmp_path / "demo"))
+    assert code == 2
+    assert "which jax-kernels demo or another program wrote" in err
+
+
+def test_checkpoints_that_cannot_be_read(run, folder, tmp_path, monkeypatch):
+    shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
+    shutil.rmtree(tmp_path / "checkpoint" / "40" / "state")
+    code, _, err = run("generate", "a", "--checkpoint", str(tmp_path))
+    assert (code, "; --step 20 takes an older one" in err) == (2, True)
+
+    def refuse(path, keep):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoints, "manager", refuse)
+    code, _, err = run("generate", "a", "--checkpoint", str(tmp_path))
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"--checkpoint: {tmp_path / 'checkpoint'} cannot be read (Permission denied: " in err
 
 
 @pytest.mark.slow

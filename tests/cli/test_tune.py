@@ -133,13 +133,16 @@ def test_a_script(run, tmp_path):
     code, out, _ = run("--from", str(tmp_path / "script.py"), "--arguments", "3 256")
     assert (code, out) == (3, "['3', '256']\n")
     (tmp_path / "script.py").write_text("")
-    assert "no call of an op was made" in run("--from", str(tmp_path / "script.py"))[1]
+    code, out, err = run("--from", str(tmp_path / "script.py"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "got no call of an op that tuning can time" in err
+    assert '--arguments: got "\'x" (No closing quotation)' in run("--from", "script.py", "--arguments", "'x")[2]
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--list --clear", "tune: got no op"),
+        ("--list --clear", "tune: got --list and --clear, want one of them"),
         ("--clear --json", "--json: got it without --list"),
         ("--list --arguments x", "--arguments: got 'x' without --from"),
         ("--from nowhere.py", "--from: got 'nowhere.py', want a Python script"),
@@ -147,6 +150,7 @@ def test_a_script(run, tmp_path):
         ("rms_nor --shapes 4,128", "did you mean 'rms_norm'?"),
         ("dilated_attention --shapes 4,128", "op: got 'dilated_attention', want one of attention"),
         ("rms_norm --shapes 4,x", "--shapes: got '4,x', want whole numbers"),
+        ("rms_norm --shapes=", "--shapes: got '', want a shape or several"),
         ("rms_norm --shapes 4,128 --seconds 0", "--seconds: got 0.0, want a finite number above 0"),
         ("attention --shapes 1,2,3", "--shapes: query: got shape (1, 2, 3), want 4 axes"),
     ],

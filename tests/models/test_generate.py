@@ -159,7 +159,8 @@ def test_nan_logits_draw_no_token(model):
 def test_bad_arguments_are_named():
     model = Transformer(CONFIG, rngs=nnx.Rngs(0))
     for options, error, message in [
-        ({"max_new_tokens": 0}, ValueError, "max_new_tokens: got 0, want 1 or more"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens: got 0, want 1 to "),
+        ({"max_new_tokens": 2**31}, ValueError, "max_new_tokens: got 2147483648, want 1 to "),
         ({"max_new_tokens": 2.5}, TypeError, r"max_new_tokens: got 2\.5, want an int"),
         ({"top_k": 51}, ValueError, "top_k: got 51, want 1 to 50"),
         ({"temperature": -1}, ValueError, "temperature: got -1, want a finite number of 0 or more"),

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jax_kernels.cli import UserError, WriteError
+from jax_kernels.cli import UserError
 from jax_kernels.cli.bench.page import HEADINGS, by_op, cells, html_page, reasons, timed, title
 from jax_kernels.cli.bench.rows import Roofs, Row, density_rows, measure_roofs, rows_of
 from jax_kernels.cli.bench.sizes import STANDARD
 from jax_kernels.cli.info import find_device, versions
-from jax_kernels.files import write_whole
+from jax_kernels.cli.outputs import check_output, print_table, write_output
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["bench"]
@@ -51,9 +51,10 @@ def bench(
             raise UserError(f"op: got {name!r}, want one of {', '.join(STANDARD)}{did_you_mean(name, STANDARD)}")
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds: got {seconds}, want a finite number above 0")
-    for option, path in (("--json", json_path), ("--html", html_path)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise UserError(f"{option}: got {str(path)!r}, want a file in a folder that exists")
+    check_output("--json", json_path)
+    check_output("--html", html_path)
+    if json_path is not None and html_path is not None and json_path.resolve() == html_path.resolve():
+        raise UserError(f"--html: got {str(html_path)!r}, the file of --json, want another file")
     device = find_device(None)
     is_gpu = device.compute_capability is not None
     calls = [(op, call) for op in ops or STANDARD for call in STANDARD[op][0 if is_gpu else 1]]
@@ -77,27 +78,20 @@ def bench(
         report["roofs"] = dataclasses.asdict(roofs)
     report["results"] = [dataclasses.asdict(row) for row in found]
     if json_path is not None:
-        _write("--json", json_path, json.dumps(report, indent=2) + "\n")
+        write_output("--json", json_path, json.dumps(report, indent=2) + "\n")
+        print(f"wrote {json_path}")
     if html_path is not None:
-        _write("--html", html_path, html_page(device.name, packages, found, roofs))
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise WriteError(f"{option}: {path} cannot be written ({error.strerror or error})") from error
-    print(f"wrote {path}")
+        write_output("--html", html_path, html_page(device.name, packages, found, roofs))
+        print(f"wrote {html_path}")
 
 
 def _show(device: str, rows: Sequence[Row]) -> None:
     console = Console()
-    console.width = max(console.width, 110)  # a table is not cut off, in a file or in a narrow window
     for op, of_op in by_op(rows).items():
         table = Table(*HEADINGS, title=f"{title(op, of_op)}, {device}")
         for row in timed(of_op):
             table.add_row(*cells(row))
-        console.print(table)
+        print_table(table)
         for line in reasons(of_op):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print()

@@ -7,13 +7,16 @@ import typer
 
 __all__ = ["demo"]
 
+MOST = 2**31 - 1  # steps: the state has them as int32
+
 
 def demo(
     text: Annotated[
         Path | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Total steps, with the steps before --resume.", show_default="by device")
+        int | None,
+        typer.Option(min=1, max=MOST, help="Total steps, with the steps before --resume.", show_default="by device"),
     ] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Bytes of context.", show_default="by device")] = None,
     batch_size: Annotated[
@@ -21,7 +24,9 @@ def demo(
     ] = None,
     decay_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps over which the learning rate decays.", show_default="the value of --steps"),
+        typer.Option(
+            min=1, max=MOST, help="Steps over which the learning rate decays.", show_default="the value of --steps"
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of the parameters and the batches.", show_default="0")

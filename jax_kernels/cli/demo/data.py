@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jax_kernels.files import files_below
+
 __all__ = ["Corpus", "CorpusError", "read_corpus", "standard_library", "standard_library_files", "unigram_entropy"]
 
 MAX_BYTES = 16 * 10**6
@@ -71,8 +73,8 @@ def standard_library_files() -> list[Path]:
 
     site-packages is not the standard library, and the tests are half of the rest.
     """
-    root, skip = standard_library(), {"site-packages", "test", "tests", "idle_test"}
-    return [file for file in _files(root) if file.suffix == ".py" and not skip & set(file.relative_to(root).parts)]
+    skip = {"site-packages", "test", "tests", "idle_test"}
+    return [file for file in files_below(standard_library(), skip=skip) if file.suffix == ".py"]
 
 
 def read_corpus(path: Path | None, seq_len: int) -> Corpus:
@@ -84,7 +86,10 @@ def read_corpus(path: Path | None, seq_len: int) -> Corpus:
     if path is None:
         files, source = standard_library_files(), f"{standard_library()}/**/*.py"
     elif path.is_dir():
-        files, source = _files(path), str(path)
+        try:
+            files, source = files_below(path), str(path)
+        except OSError as error:
+            raise CorpusError(f"cannot read {error.filename}: {error.strerror}") from error
     elif path.is_file():
         files, source = [path], str(path)
     else:
@@ -113,12 +118,6 @@ def read_corpus(path: Path | None, seq_len: int) -> Corpus:
     blocks = data[: len(data) // block_length * block_length].reshape(-1, block_length)
     held_out = np.arange(len(blocks)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     return Corpus(blocks[~held_out], blocks[held_out], seq_len, source, hashlib.sha256(data.tobytes()).hexdigest())
-
-
-def _files(root: Path) -> list[Path]:
-    """The paths of all files below root that are not hidden, sorted by their relative paths."""
-    files = ((file.relative_to(root), file) for file in root.rglob("*") if file.is_file())
-    return [file for relative, file in sorted(files) if not any(part.startswith(".") for part in relative.parts)]
 
 
 def unigram_entropy(data: np.ndarray) -> float:

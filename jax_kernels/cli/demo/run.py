@@ -5,7 +5,7 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
@@ -18,6 +18,7 @@ from jax_kernels.cli.demo.data import Corpus, CorpusError, read_corpus, unigram_
 from jax_kernels.cli.demo.training import Checkpoints, Settings, Trainer, bits_per_byte, sample
 from jax_kernels.models import LongNetConfig, TransformerConfig, make_mesh
 from jax_kernels.models.training.checkpoints import NotWritten, file_in_the_way, nonfinite, reason
+from jax_kernels.models.training.preemption import INTERRUPTED
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["OptionError", "run"]
@@ -101,7 +102,7 @@ def run(
         try:
             trainer = Trainer(settings, None if mesh is None else make_mesh(mesh))
         except ValueError as error:
-            raise OptionError("--mesh", str(error)) from error
+            raise OptionError("--mesh", str(error).removeprefix("axes: ")) from error
         if resume:
             checkpoints.load_state(trainer)
         else:
@@ -109,7 +110,10 @@ def run(
             check_own(checkpoints, out)
         unigram = unigram_entropy(corpus.held_out)
         demo_report.introduce(console, device, trainer, corpus, plan, unigram)
-        timing = train(console, trainer, corpus, steps, checkpoints, history)
+        try:
+            timing = train(console, trainer, corpus, steps, checkpoints, history)
+        except KeyboardInterrupt:
+            end_interrupted(checkpoints, out)
         check_finite(trainer)
         return finish(console, out, device, trainer, corpus, plan, unigram, history, timing)
 
@@ -168,6 +172,16 @@ def check_finite(trainer: Trainer) -> None:
         )
 
 
+def end_interrupted(checkpoints: Checkpoints, out: Path) -> NoReturn:
+    """Ends the process with the status INTERRUPTED, and says which checkpoint is the newest."""
+    newest, way = "there is no checkpoint", ""
+    if checkpoints.latest is not None:
+        newest = f"the newest checkpoint is of step {checkpoints.latest}"
+        way = f"; jax-kernels demo --resume --out {out} goes on from there"
+    print(f"jax-kernels: Ctrl-C: {newest}{way}", file=sys.stderr)
+    sys.exit(INTERRUPTED)
+
+
 def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]) -> tuple[Settings, Corpus]:
     """(settings, the Corpus of the text) of a new run, from the options `given` and the device's defaults.
 
@@ -175,12 +189,16 @@ def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]
     left out. Raises OptionError for a wrong option or a text that cannot be trained on.
     """
     pick = lambda name, default: default if given[name] is None else given[name]
-    seq_len = pick("seq_len", defaults.seq_len)
+    seq_len, batch_size = pick("seq_len", defaults.seq_len), pick("batch_size", defaults.batch_size)
+    if seq_len * batch_size >= 2**31:
+        raise OptionError(
+            "--batch-size", f"got {batch_size} sequences of {seq_len} bytes, want fewer than 2**31 bytes in a step"
+        )
     corpus = corpus_of(text, seq_len)
     settings = Settings(
         model=model_of(defaults.model, seq_len, given),
         seq_len=seq_len,
-        batch_size=pick("batch_size", defaults.batch_size),
+        batch_size=batch_size,
         learning_rate=defaults.learning_rate,
         decay_steps=pick("decay_steps", steps),
         seed=pick("seed", 0),

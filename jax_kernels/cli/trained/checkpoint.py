@@ -1,6 +1,7 @@
 """Reads the model of a checkpoint that `jax-kernels train` wrote."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ def trained_model(folder: Path, step: int | None = None, implementation: str | N
     inside = folder / "checkpoint"
     if not inside.is_dir():
         raise UserError(f"--checkpoint: got {str(folder)!r}, want a folder that `jax-kernels train --out` wrote")
-    manager = checkpoints.manager(inside, keep=1)
+    try:
+        manager = checkpoints.manager(inside, keep=1)
+    except OSError as error:
+        raise UserError(f"--checkpoint: {inside} cannot be read ({checkpoints.reason(error)})") from error
     try:
         steps = sorted(manager.all_steps())
         if not steps or (step is not None and step not in steps):
@@ -46,18 +50,29 @@ def trained_model(folder: Path, step: int | None = None, implementation: str | N
             raise UserError(f"{option}: got {got}, want {want}")
         kept = checkpoints.read_run(manager, max(steps) if step is None else step)
     except ValueError as error:
-        raise UserError(f"--checkpoint: {str(error).removeprefix('folder: ')}") from error
+        if "without its `run`" in str(error):
+            raise _of_another_program(folder) from error
+        raise _unreadable(error) from error
     finally:
         manager.close()
     settings, fields = kept["run"], kept["config"] | {"implementation": implementation}
     if not {"steps", "learning_rate", "seq_len", "batch_size"} <= settings.keys() or fields["vocab_size"] != 256:
-        raise UserError(
-            f"--checkpoint: got {str(folder)!r}, want a folder of jax-kernels train: another program wrote it"
-        )
+        raise _of_another_program(folder)
     config = LongNetConfig(**fields) if "segment_lengths" in fields else TransformerConfig(**fields)
     trainer = Trainer(config, make_optimizer(settings["steps"], settings["learning_rate"]), folder=inside)
     try:
         trainer.restore(step)
     except ValueError as error:
-        raise UserError(f"--checkpoint: {str(error).removeprefix('folder: ')}") from error
+        raise _unreadable(error) from error
     return TrainedModel(trainer=trainer, settings=settings)
+
+
+def _of_another_program(folder: Path) -> UserError:
+    want = "want the --out of jax-kernels train"
+    return UserError(f"--checkpoint: got {str(folder)!r}, which jax-kernels demo or another program wrote, {want}")
+
+
+def _unreadable(error: ValueError) -> UserError:
+    """The error of a checkpoint that cannot be read, with the option --step instead of the library's function."""
+    text = re.sub(r"restore\(step=(\d+)\)", r"--step \1", str(error).removeprefix("folder: "))
+    return UserError(f"--checkpoint: {text}")

@@ -18,7 +18,9 @@ def evaluate(
     step: Annotated[
         int | None, typer.Option(min=0, help="The step of the checkpoint.", show_default="the newest")
     ] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Bytes of context.", show_default="the training's")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of context, at most the text's.", show_default="the training's")
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Windows in a call.", show_default="the training's")
     ] = None,
@@ -37,12 +39,13 @@ def evaluate(
 
     try:
         data = read_text(text)[:max_bytes]
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error).removeprefix("paths: "), param_hint="TEXT") from error
     if len(data) < 2:
         raise typer.BadParameter(f"got a text of {len(data)} byte, want 2 bytes or more", param_hint="TEXT")
     found = trained_model(checkpoint, step, implementation)
-    length, rows = seq_len or found.settings["seq_len"], batch_size or found.settings["batch_size"]
+    length = min(seq_len or found.settings["seq_len"], len(data) - 1)
+    rows = min(batch_size or found.settings["batch_size"], math.ceil((len(data) - 1) / length))
     total, count = 0.0, 0
     try:
         for tokens, targets in windows(data, length, rows):
@@ -73,10 +76,8 @@ def windows(data: np.ndarray, length: int, rows: int) -> Iterator[tuple[np.ndarr
     """Yields (tokens, targets), int32 [rows, length] each, in which each byte of data except the first is a target
     once.
 
-    Rows and ends of rows without text are -1. data: uint8 [bytes], 2 or more. length: of a window, which is made
-    shorter if the text is.
+    Rows and ends of rows without text are -1. data: uint8 [bytes], 2 or more. length: of a window.
     """
-    length = min(length, len(data) - 1)
     starts = range(0, len(data) - 1, length)
     for first in range(0, len(starts), rows):
         tokens, targets = np.full((2, rows, length), -1, np.int32)

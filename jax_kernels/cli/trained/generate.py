@@ -45,6 +45,6 @@ def generate(
     try:
         drawn = found.trainer.model.generate(ids, tokens, temperature, top_k, key=jax.random.key(seed))
     except (ValueError, NotImplementedError) as error:
-        raise as_user_error(error) from error
+        raise as_user_error(error, tokens="PROMPT", max_new_tokens="--tokens", top_k="--top-k") from error
     after = np.asarray(drawn)[0]
     print((given + after[after >= 0].astype(np.uint8).tobytes()).decode(errors="replace"))
