@@ -236,8 +236,9 @@ def forward(call: PlannedCall, inputs: MatmulInputs, *, measures: bool) -> Forwa
     measures: whether the result has `largest`, which needs scaling="tensor" and unquantized arrays.
     """
     if inputs.x.dtype in DTYPES:
+        op = "matmul" if inputs.w_up is None else "gated_matmul"
         raise NotImplementedError(
-            "matmul: arrays of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
+            f"{op}: arrays of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
         )
     saves = call.options.activation is not None or inputs.w_up is not None
     largest: tuple[jax.Array, ...] = ()

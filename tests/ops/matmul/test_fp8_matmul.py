@@ -315,7 +315,12 @@ ERRORS = {
     "gradient": (
         lambda: jax.grad(lambda x: matmul(x, W8).astype(jnp.float32).sum())(X8),
         NotImplementedError,
-        "arrays of 8 bits have no gradients",
+        "matmul: arrays of 8 bits have no gradients",
+    ),
+    "gradient of a gated unit": (
+        lambda: jax.grad(lambda x: gated_matmul(x, W8, W8).astype(jnp.float32).sum())(X8),
+        NotImplementedError,
+        "gated_matmul: arrays of 8 bits have no gradients",
     ),
     "up": (
         lambda: gated_matmul(quantize(X), quantize(W), quantize(W, scaling="block")),
