@@ -120,8 +120,19 @@ def small(settings):
     return {"attention": "dense", "processes": {}, "settings": settings, "model": model}
 
 
+@pytest.fixture
+def handlers():
+    """Python's handlers of both signals. A shell's background job ignores Ctrl-C, as would its tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
-def test_signals_save_and_the_run_resumes(tmp_path, text, capsys, monkeypatch, number, name):
+def test_signals_save_and_the_run_resumes(tmp_path, text, capsys, monkeypatch, handlers, number, name):
     given = small({"steps": 4, "save_every": 100})
     of_model, steps = Trainer.train, []
 
@@ -147,7 +158,7 @@ def test_signals_save_and_the_run_resumes(tmp_path, text, capsys, monkeypatch, n
 @pytest.mark.parametrize(
     ("at", "newest"), [(1, "there is no checkpoint\n"), (2, "the newest checkpoint is of step 1; ")]
 )
-def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, text, capsys, monkeypatch, at, newest):
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, text, capsys, monkeypatch, handlers, at, newest):
     of_model = Trainer.train
 
     def train(self, batch):
