@@ -10,6 +10,9 @@ import pytest
 
 from jax_kernels import chunks, dequantize, explain, grouped_gated_matmul, grouped_matmul, quantize, rms_norm
 from jax_kernels.dispatch import on_device
+from jax_kernels.inputs.grouped_matmul import GroupedOptions
+from jax_kernels.ops.matmul.quantized_rows import quantized_together
+from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.testing.low_precision import fp8_grouped_matmul as cases
 from tests.support.cases import ids, tiers
 
@@ -207,6 +210,18 @@ def test_quantized_rows(gathers):
         jax.grad(lambda scale: call(dataclasses.replace(ROWS, scale=scale), bias, out_dtype="float32").sum())(
             ROWS.scale
         )
+
+
+def test_rows_of_two_arrays_share_scales():
+    """As the cotangents of a gated unit: quantized as one array, side by side."""
+    first, second = (jnp.asarray(np.random.default_rng(seed).standard_normal((3, 5)), jnp.float32) for seed in range(2))
+    call = PlannedCall("xla", None, GroupedOptions(out_dtype="float32"), False)
+    found = quantized_together(call, [first, 8 * second])
+    want = quantize(jnp.concatenate([first, 8 * second], -1), scaling="row")
+    np.testing.assert_array_equal(jnp.concatenate([x.values for x in found], -1).astype(jnp.float32), want.values)
+    assert [x.values.shape for x in found] == [(3, 5), (3, 5)]
+    for x in found:
+        np.testing.assert_array_equal(x.scale, want.scale)
 
 
 def test_rows_of_a_norm():
