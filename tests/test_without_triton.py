@@ -44,7 +44,9 @@ def plans() -> None:
                 with pytest.raises(NotImplementedError, match=REASON):
                     op.plan("bfloat16", "triton")
             tried = plan.order[: plan.order.index(plan.implementation)]
-            assert plan.passed_over.count(("triton", REASON)) == tried.count("triton"), (name, plan)
+            # Later implementations have reasons only if none of them serves the call.
+            is_passed_over = "triton" in tried or plan.why.startswith("no other implementation")
+            assert plan.passed_over.count(("triton", REASON)) == is_passed_over, (name, plan)
             passed_over += tried.count("triton")
     assert passed_over >= 7  # attention and norms on an A100
 
