@@ -1,71 +1,16 @@
-"""linear_cross_entropy with precision="fp8" against rounded arrays whose rounding has the identity's derivative."""
+"""linear_cross_entropy with precision="fp8": its rounding, loops, plans and errors.
+
+test_linear_cross_entropy.py has its derivatives.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from jax_kernels import dequantize, explain, linear_cross_entropy, quantize
-from jax_kernels.inputs import linear_cross_entropy as loss_inputs
+from jax_kernels import explain, linear_cross_entropy
 from tests.support.oracles import plain_loss
-
-TOKENS, DEPTH, VOCABULARY = (3, 7), 16, 37
-
-
-def _normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
-X, W, WEIGHTS = _normal(*TOKENS, DEPTH), _normal(DEPTH, VOCABULARY, seed=1), jnp.abs(_normal(*TOKENS, seed=2))
-TARGETS = jnp.asarray(np.random.default_rng(3).integers(-1, VOCABULARY, TOKENS), jnp.int32)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of 3 tokens, and chunks of 8 entries of the vocabulary."""
-    monkeypatch.setattr(loss_inputs, "LOGITS_BYTES", 3 * 4 * VOCABULARY)
-    monkeypatch.setattr(loss_inputs, "LEAST_CHUNK", 8)
-
-
-@jax.custom_jvp
-def logits_of(x, w):
-    of_x, of_w = quantize(x, scaling="row", axis=-1), quantize(w.T, scaling="row", axis=-1)
-    return jnp.matmul(dequantize(of_x, jnp.float32), dequantize(of_w, jnp.float32).T, precision="highest")
-
-
-@logits_of.defjvp
-def _(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    product = lambda a, b: jnp.matmul(a, b, precision="highest")
-    return logits_of(x, w), product(dx, w) + product(x, dw)
-
-
-def plain(x, w, weights, reduction):
-    options = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
-    return plain_loss.of_logits(logits_of(x, w), TARGETS, weights, reduction, **options)
-
-
-def ours(reduction, precision="fp8"):
-    options = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01, "precision": precision}
-    return lambda x, w, weights: linear_cross_entropy(x, w, TARGETS, weights=weights, reduction=reduction, **options)
-
-
-def close(got, want, **tolerance):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, **({"rtol": 1e-4, "atol": 1e-5} | tolerance))
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_all_derivatives(reduction, small_tiles):
-    """Reverse and forward mode, and second derivatives."""
-    given, right = (X, W, WEIGHTS), lambda *y: plain(*y, reduction).sum()
-    total = lambda *y: ours(reduction)(*y).sum()
-    close(jax.value_and_grad(total, (0, 1, 2))(*given), jax.value_and_grad(right, (0, 1, 2))(*given))
-    directions = tuple(_normal(*y.shape, seed=4) for y in given)
-    close(jax.jvp(total, given, directions), jax.jvp(right, given, directions))
-    second = lambda f: jax.jvp(jax.grad(f, (0, 1, 2)), given, directions)[1]
-    close(second(total), second(right), rtol=1e-3, atol=1e-4)
+from tests.support.oracles.plain_loss import DEPTH, TARGETS, TOKENS, VOCABULARY, WEIGHTS, W, X, close, ours
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -81,7 +26,7 @@ def test_scales_of_tokens_and_entries():
     of_tokens, of_entries = 2.0 ** jnp.arange(-10, 11).reshape(TOKENS), 2.0 ** (jnp.arange(VOCABULARY) % 40 - 20)
     x, w = X * of_tokens[..., None], W * of_entries
     got = linear_cross_entropy(x, w, TARGETS, precision="fp8")
-    logits = logits_of(X, W) * of_tokens[..., None] * of_entries
+    logits = plain_loss.rounded_product(X, W) * of_tokens[..., None] * of_entries
     close(got, plain_loss.of_logits(logits, TARGETS, jnp.ones(TOKENS), "none"), rtol=1e-4)
 
 
@@ -98,35 +43,22 @@ def test_extreme_scales_do_not_underflow():
 def test_in_a_loop(reduction):
     """First derivatives are right; second derivatives, whose rule JAX would drop, raise."""
     stacked = jnp.stack([W, W[:, ::-1]])
-    scan = lambda x: jax.lax.scan(lambda _, w: (None, ours(reduction)(x, w, WEIGHTS).sum()), None, stacked)[1].sum()
-    each = lambda x: sum(ours(reduction)(x, w, WEIGHTS).sum() for w in stacked)
+    scan = lambda x: jax.lax.scan(lambda _, w: (None, ours(reduction, "fp8")(x, w, WEIGHTS).sum()), None, stacked)[
+        1
+    ].sum()
+    each = lambda x: sum(ours(reduction, "fp8")(x, w, WEIGHTS).sum() for w in stacked)
     close(jax.value_and_grad(scan)(X), jax.value_and_grad(each)(X))
     close(jax.jvp(scan, (X,), (X,)), jax.jvp(each, (X,), (X,)))
     with pytest.raises(NotImplementedError, match=r"precision: got 'fp8' in a second derivative of jax.lax.scan"):
         jax.jvp(jax.grad(scan), (X,), (X,))
 
 
-@pytest.mark.parametrize(("reduction", "matmuls"), [("none", 4), ("mean", 3)])
-def test_matmuls_of_a_differentiated_call(reduction, matmuls):
-    loss = lambda x, w: ours(reduction)(x, w, WEIGHTS).sum()
-    program = str(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(X, W))
-    assert program.count("dot_general") == matmuls
-
-
 def test_vmap(small_tiles):
     stacked = [jnp.stack([y, y[::-1]]) for y in (X, W)]
-    gradient = jax.value_and_grad(lambda x, w: ours("mean")(x, w, WEIGHTS), (0, 1))
+    gradient = jax.value_and_grad(lambda x, w: ours("mean", "fp8")(x, w, WEIGHTS), (0, 1))
     got = jax.vmap(gradient)(*stacked)
     for i in range(2):
         close(jax.tree.map(lambda y, i=i: y[i], got), gradient(*(y[i] for y in stacked)))
-
-
-def test_on_explicit_axes():
-    mesh = jax.make_mesh((1, 1), ("data", "tensor"), (jax.sharding.AxisType.Explicit,) * 2)
-    place = lambda y, *spec: jax.device_put(y, jax.NamedSharding(mesh, P(*spec)))
-    with jax.set_mesh(mesh):
-        given = place(X, "data"), place(W, None, "tensor"), place(WEIGHTS, "data")
-        close(jax.jit(jax.grad(ours("mean"), (0, 1)))(*given), jax.grad(ours("mean"), (0, 1))(X, W, WEIGHTS))
 
 
 def test_w_is_rounded_once():

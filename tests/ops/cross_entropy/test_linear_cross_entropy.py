@@ -10,20 +10,23 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels import explain, linear_cross_entropy
-from jax_kernels.inputs import linear_cross_entropy as loss_inputs
 from jax_kernels.ops.sharding.partitioning import on_one_device
 from jax_kernels.testing import linear_cross_entropy as cases
 from tests.support.cases import ids
-from tests.support.oracles import plain_loss
-
-TOKENS, DEPTH, VOCABULARY = (3, 7), 16, 37
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of 3 tokens, and chunks of 8 entries of the vocabulary."""
-    monkeypatch.setattr(loss_inputs, "LOGITS_BYTES", 3 * 4 * VOCABULARY)
-    monkeypatch.setattr(loss_inputs, "LEAST_CHUNK", 8)
+from tests.support.oracles.plain_loss import (
+    DEPTH,
+    OPTIONS,
+    TARGETS,
+    TOKENS,
+    VOCABULARY,
+    WEIGHTS,
+    W,
+    X,
+    close,
+    normal,
+    ours,
+    plain,
+)
 
 
 @pytest.mark.parametrize("name", ids.named(cases.CASES))
@@ -45,36 +48,17 @@ def test_on_gpu(name):
         assert error <= bound, result
 
 
-def _normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+PRECISIONS = pytest.mark.parametrize("precision", [None, "fp8"], ids=["exact", "fp8"])
 
 
-X, W, WEIGHTS = _normal(*TOKENS, DEPTH), _normal(DEPTH, VOCABULARY, seed=1), jnp.abs(_normal(*TOKENS, seed=2))
-TARGETS = jnp.asarray(np.random.default_rng(3).integers(-1, VOCABULARY, TOKENS), jnp.int32)
-OPTIONS = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
-
-
-def plain(x, w, weights, reduction):
-    logits = jnp.matmul(x, w, precision="highest")
-    return plain_loss.of_logits(logits, TARGETS, weights, reduction, **OPTIONS)
-
-
-def ours(reduction):
-    return lambda x, w, weights: linear_cross_entropy(x, w, TARGETS, weights=weights, reduction=reduction, **OPTIONS)
-
-
-def close(got, want, **tolerance):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, **({"rtol": 1e-4, "atol": 1e-5} | tolerance))
-
-
+@PRECISIONS
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_all_derivatives(reduction, small_tiles):
+def test_all_derivatives(reduction, precision, small_tiles):
     """Reverse and forward mode, and second derivatives, of x, w and weights."""
-    given, right = (X, W, WEIGHTS), lambda *y: plain(*y, reduction).sum()
-    total = lambda *y: ours(reduction)(*y).sum()
+    given, right = (X, W, WEIGHTS), lambda *y: plain(*y, reduction, precision).sum()
+    total = lambda *y: ours(reduction, precision)(*y).sum()
     close(jax.value_and_grad(total, (0, 1, 2))(*given), jax.value_and_grad(right, (0, 1, 2))(*given))
-    directions = tuple(_normal(*y.shape, seed=4) for y in given)
+    directions = tuple(normal(*y.shape, seed=4) for y in given)
     close(jax.jvp(total, given, directions), jax.jvp(right, given, directions))
     second = lambda f: jax.jvp(jax.grad(f, (0, 1, 2)), given, directions)[1]
     close(second(total), second(right), rtol=1e-3, atol=1e-4)
@@ -106,7 +90,7 @@ def test_logits_are_never_a_whole_array(reduction, implementation, small_tiles):
     """No array of a differentiated call has as many elements as the logits of all tokens."""
     options = {"reduction": reduction, "implementation": implementation}
     tokens, vocabulary = 64, VOCABULARY
-    x, w, targets = _normal(tokens, 4), _normal(4, vocabulary), jnp.zeros(tokens, jnp.int32)
+    x, w, targets = normal(tokens, 4), normal(4, vocabulary), jnp.zeros(tokens, jnp.int32)
     loss = lambda x, w: linear_cross_entropy(x, w, targets, **options).sum()
     made = list(shapes_of(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(x, w).jaxpr))
     assert max(int(np.prod(shape)) for shape, _ in made) < tokens * vocabulary / 2
@@ -116,9 +100,10 @@ def test_logits_are_never_a_whole_array(reduction, implementation, small_tiles):
         assert ((3, vocabulary), jnp.float32) in made
 
 
+@PRECISIONS
 @pytest.mark.parametrize(("reduction", "matmuls"), [("none", 4), ("mean", 3), ("sum", 3)])
-def test_matmuls_of_a_differentiated_call(reduction, matmuls, small_tiles):
-    loss = lambda x, w: ours(reduction)(x, w, WEIGHTS).sum()
+def test_matmuls_of_a_differentiated_call(reduction, matmuls, precision, small_tiles):
+    loss = lambda x, w: ours(reduction, precision)(x, w, WEIGHTS).sum()
     program = str(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(X, W))
     assert program.count("dot_general") == matmuls
     assert str(jax.make_jaxpr(loss)(X, W)).count("dot_general") == 1
@@ -164,7 +149,7 @@ def test_a_traced_target_outside_the_vocabulary(reduction):
 def test_float16_gradients_of_many_tokens():
     """A mean over many tokens has cotangents below float16's range."""
     tokens = 4096
-    x, w = _normal(tokens, 8).astype(jnp.float16), _normal(8, 11, seed=1).astype(jnp.float16)
+    x, w = normal(tokens, 8).astype(jnp.float16), normal(8, 11, seed=1).astype(jnp.float16)
     targets = jnp.asarray(np.random.default_rng(0).integers(0, 11, tokens))
     loss = lambda x, w: linear_cross_entropy(x, w, targets, reduction="mean")
     scaled = lambda x, w: loss(x, w) * 2.0**15  # as a loss scale does
@@ -194,13 +179,15 @@ def test_inside_shard_map(reduction, small_tiles):
     close(got, jax.value_and_grad(total, (0, 1, 2))(X, W, WEIGHTS))
 
 
-def test_on_explicit_axes():
+@PRECISIONS
+def test_on_explicit_axes(precision):
     mesh = jax.make_mesh((1, 1), ("data", "tensor"), (AxisType.Explicit,) * 2)
     place = lambda y, *spec: jax.device_put(y, jax.NamedSharding(mesh, P(*spec)))
     with jax.set_mesh(mesh):
         given = place(X, "data"), place(W, None, "tensor"), place(WEIGHTS, "data")
-        assert jax.typeof(ours("none")(*given)).sharding.spec == P("data", None)
-        close(jax.jit(jax.grad(ours("mean"), (0, 1)))(*given), jax.grad(ours("mean"), (0, 1))(X, W, WEIGHTS))
+        assert jax.typeof(ours("none", precision)(*given)).sharding.spec == P("data", None)
+        gradient = jax.grad(ours("mean", precision), (0, 1))
+        close(jax.jit(gradient)(*given), gradient(X, W, WEIGHTS))
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), ()])
