@@ -4,13 +4,12 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge.jax_functions.argument_checks import FLOATS
 from jax_kernels.bridge.ops.drop_in import fallback
 from jax_kernels.bridge.ops.expert_rows import PermutedRows, TokenRows
 from jax_kernels.bridge.ops.grouped_matmul import grouped_matmul
 
 __all__ = ["experts"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def experts(
@@ -61,7 +60,7 @@ def experts(
 
 def _reason(x: torch.Tensor) -> str | None:
     """Returns the reason why grouped_matmul cannot compute experts of x; None if it can."""
-    if x.dtype not in _DTYPES:
+    if x.dtype not in FLOATS:
         return f"hidden_states is {str(x.dtype).removeprefix('torch.')}, which grouped_matmul lacks"
     if x.device.type not in ("cpu", "cuda", "meta"):
         return f"hidden_states is on {x.device}, and grouped_matmul runs on CPUs and CUDA devices"

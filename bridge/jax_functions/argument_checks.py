@@ -9,8 +9,11 @@ import torch
 from jax_kernels.bridge.translate.activations import Activation
 
 __all__ = [
+    "FLOATS",
     "advice",
     "check_activation",
+    "check_float",
+    "check_float_dtype",
     "check_function_of_tensors",
     "check_optional_tensors",
     "check_precision",
@@ -19,6 +22,26 @@ __all__ = [
     "type_name",
     "way_out",
 ]
+
+
+# The float dtypes that the library's ops take, except 8-bit values.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_float(name: str, x: torch.Tensor) -> None:
+    """Raises TypeError, naming the argument, unless the tensor's dtype is in FLOATS."""
+    if x.dtype not in FLOATS:
+        raise TypeError(
+            f"{name}: got dtype {x.dtype}, want torch.bfloat16, torch.float16 or torch.float32; cast it, with "
+            f"{name}.to(torch.float32)"
+        )
+
+
+def check_float_dtype(dtype: Any) -> None:
+    """Raises TypeError, naming the argument `dtype`, unless it is in FLOATS."""
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        got = repr(dtype) if isinstance(dtype, torch.dtype | str) else type(dtype).__name__
+        raise TypeError(f"dtype: got {got}, want torch.bfloat16, torch.float16 or torch.float32")
 
 
 def check_tensors(**tensors: Any) -> None:

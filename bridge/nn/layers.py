@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
-from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+from jax_kernels.bridge.jax_functions.argument_checks import check_float, check_tensors
+from jax_kernels.bridge.ops.matmul import EIGHT_BITS
 
 __all__ = [
     "PlainLayerNorm",
@@ -25,8 +26,6 @@ __all__ = [
     "positive",
     "rotary_embedding",
 ]
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def positive(name: str, x: Any) -> int:
@@ -52,12 +51,10 @@ def check_input(name: str, x: Any, parameter: torch.Tensor | None = None) -> Non
     except if one of them has 8 bits; None allows any.
     """
     check_tensors(**{name: x})
-    if x.dtype not in (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2):
-        raise TypeError(
-            f"{name}: got dtype {x.dtype}, want torch.bfloat16, torch.float16 or torch.float32; cast it, with "
-            f"{name}.to(torch.float32)"
-        )
-    if parameter is None or x.dtype == parameter.dtype or {x.dtype, parameter.dtype} - {*_FLOATS}:
+    if x.dtype in EIGHT_BITS:
+        return
+    check_float(name, x)
+    if parameter is None or x.dtype == parameter.dtype or parameter.dtype in EIGHT_BITS:
         return
     if autocast_dtype(x.device) is None:
         raise TypeError(f"{name}: got dtype {x.dtype}, want the parameters' {parameter.dtype}, or autocast")

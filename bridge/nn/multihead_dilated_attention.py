@@ -13,7 +13,7 @@ from torch.nn import functional
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack, planning_device
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
-from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+from jax_kernels.bridge.jax_functions.argument_checks import check_float_dtype, check_tensors
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.nn.layers import check_flags, empty_attention, positive
 from jax_kernels.bridge.ops import symbolic_trace
@@ -170,9 +170,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
             "layout": layout,
             "order": order,
         }
-        of_parameters = torch.get_default_dtype() if dtype is None else dtype
-        if of_parameters not in (torch.bfloat16, torch.float16, torch.float32):
-            raise TypeError(f"dtype: got {of_parameters}, want torch.bfloat16, torch.float16 or torch.float32")
+        check_float_dtype(torch.get_default_dtype() if dtype is None else dtype)
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         linear: Callable[[], torch.nn.Linear] = lambda: torch.nn.Linear(embed_dim, embed_dim, bias=bias, **place)
         self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()

@@ -12,7 +12,7 @@ import torch
 from jax_kernels import quantization
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_of
 from jax_kernels.bridge.jax_functions.api import from_jax
-from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
+from jax_kernels.bridge.jax_functions.argument_checks import check_float_dtype, check_optional_tensors, check_tensors
 from jax_kernels.quantization import QuantizedArray, formats
 from jax_kernels.quantization.formats import LowBit
 
@@ -244,7 +244,5 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     """
     if not isinstance(x, QuantizedTensor):
         raise TypeError(f"x: got {type(x).__name__}, want a bridge.QuantizedTensor")
-    if not isinstance(dtype, torch.dtype) or dtype not in _NAMES:
-        got = dtype if isinstance(dtype, torch.dtype | str) else type(dtype).__name__
-        raise TypeError(f"dtype: got {got}, want torch.bfloat16, torch.float16 or torch.float32")
+    check_float_dtype(dtype)
     return _dequantize(_stored(x), _NAMES[dtype])

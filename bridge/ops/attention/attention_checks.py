@@ -11,7 +11,7 @@ import torch
 from jax_kernels.bridge.interop.arguments import dtensors
 from jax_kernels.bridge.interop.arguments.autocast import under_autocast
 from jax_kernels.bridge.interop.dlpack import check_dense
-from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+from jax_kernels.bridge.jax_functions.argument_checks import check_float, check_tensors
 from jax_kernels.bridge.ops.attention.attention_types import SegmentIds
 from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
@@ -27,7 +27,6 @@ __all__ = [
     "window_sides",
 ]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INT64 = 2**63  # ints of operators are below this; JAX's own checks are stricter
 
 
@@ -48,11 +47,7 @@ def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
 def _check_float(name: str, tensor: Any, query: torch.Tensor) -> None:
     """Raises, naming the argument, unless it is a bfloat16, float16 or float32 tensor on query's device."""
     check_tensor(name, tensor, query)
-    if tensor.dtype not in _DTYPES:
-        raise TypeError(
-            f"{name}: got dtype {tensor.dtype}, want torch.bfloat16, torch.float16 or torch.float32; cast it, with "
-            f"{name}.to(torch.float32)"
-        )
+    check_float(name, tensor)
 
 
 def _check_int32(name: str, tensor: Any, query: torch.Tensor) -> None:

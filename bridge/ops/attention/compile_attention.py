@@ -9,6 +9,7 @@ import torch
 from jax_kernels.bridge.interop import dlpack, torch_internals
 from jax_kernels.bridge.interop.arguments.autocast import cast_dtype
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
+from jax_kernels.bridge.jax_functions.argument_checks import check_float_dtype
 from jax_kernels.bridge.jax_functions.mask_operands import on_device
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
@@ -19,8 +20,6 @@ from jax_kernels.ops.attention import compile_attention as ops
 from jax_kernels.ops.checks import check_names
 
 __all__ = ["CompiledAttention", "compile_attention"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class CompiledAttention:
@@ -156,9 +155,7 @@ def compile_attention(
     Raises:
       ValueError, TypeError, NotImplementedError: an unsupported argument, option or shape; the error names it.
     """
-    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
-        got = repr(dtype) if isinstance(dtype, torch.dtype | str) else type(dtype).__name__
-        raise TypeError(f"dtype: got {got}, want torch.bfloat16, torch.float16 or torch.float32")
+    check_float_dtype(dtype)
     for name, option in options.items():
         if isinstance(option, torch.Tensor):
             raise TypeError(f"{name}: got a torch.Tensor, want a constant; for a tensor, pass a masks.Mask")

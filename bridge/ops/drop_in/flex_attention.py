@@ -11,7 +11,7 @@ from jax_kernels.bridge.interop.arguments.learned_scale import in_query
 from jax_kernels.bridge.interop.arguments.plain_numbers import checked_flag, checked_number
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.warn_once import warn_once
-from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+from jax_kernels.bridge.jax_functions.argument_checks import FLOATS, check_tensors
 from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["flex_attention"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_HEAD_DIM = 256
 _LAYOUT = "want 4 axes [batch, heads, length, head_dim]"
 
@@ -249,7 +248,7 @@ def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: "torchs.Au
     dtype = cast_dtype(query)
     if kind not in ("cpu", "cuda", "meta"):
         return f"query is on {query.device}, and flash_attention runs on CPUs and CUDA devices"
-    if dtype not in _DTYPES:
+    if dtype not in FLOATS:
         return f"query is {query.dtype}, and flash_attention takes bfloat16, float16 and float32"
     if max(query.shape[-1], value.shape[-1]) > _MOST_HEAD_DIM:
         return f"head_dim is {max(query.shape[-1], value.shape[-1])}, and flash_attention's limit is {_MOST_HEAD_DIM}"

@@ -9,7 +9,7 @@ import torch
 from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype
 from jax_kernels.bridge.interop.arguments.plain_numbers import checked_flag, checked_number
 from jax_kernels.bridge.interop.import_hooks import when_imported
-from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+from jax_kernels.bridge.jax_functions.argument_checks import FLOATS, check_tensors
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.drop_in import fallback, heads_first
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["scaled_dot_product_attention", "shared_axes"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CAUSAL_BIAS: Any = ()  # CausalBias, once its module is loaded: that imports torch._dynamo
 
 
@@ -183,7 +182,7 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
             raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {query.dtype}")
     if attn_mask is None or attn_mask.dtype == torch.bool or isinstance(attn_mask, _CAUSAL_BIAS):
         return True
-    casts = autocast_dtype(query.device) is not None and attn_mask.dtype in _DTYPES
+    casts = autocast_dtype(query.device) is not None and attn_mask.dtype in FLOATS
     if attn_mask.dtype not in (query.dtype, torch.float32) and not casts:
         or_float32 = "" if query.dtype == torch.float32 else " or torch.float32"
         raise TypeError(
