@@ -163,8 +163,8 @@ def _bound(case: Case, name: str, dtype: Any, right: np.ndarray) -> float:
     """The largest absolute error that a result may have.
 
     Losses, and the gradients of the tokens' weights, have float32's error; with logits of 8-bit values, the error of
-    tensor cores, which add them in about 14 bits. dx and dw are sums of cotangents that are
-    rounded to x's dtype. These roundings are independent, so the relative error of a sum equals one rounding.
+    tensor cores, which add them in about 14 bits. dx and dw are sums of cotangents that are rounded to x's dtype. These
+    roundings are independent, so the relative error of a sum equals one rounding.
 
     name, dtype: of the result. right: the right answer.
     """

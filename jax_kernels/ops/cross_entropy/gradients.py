@@ -232,9 +232,14 @@ def _sum_forward(call, *arrays):
     """arrays: CustomVJPPrimal of x, w, targets and factors."""
     wanted = arrays[0].perturbed, arrays[1].perturbed
     x, w, targets, factors = (y.value for y in arrays)
-    run = _with_exact_derivative(functools.partial(_sum_and_gradients, wanted))
-    total, losses, dx, drows = run(call, x, w, targets, factors)
+    total, losses, dx, drows = _sum_and_gradients_of(wanted)(call, x, w, targets, factors)
     return total, (dx, drows, losses, x, w)
+
+
+@functools.cache
+def _sum_and_gradients_of(wanted: tuple[bool, bool]) -> Callable[..., Any]:
+    """_sum_and_gradients for these wanted gradients, as a function(call, *arrays) with exact derivatives."""
+    return _with_exact_derivative(functools.partial(_sum_and_gradients, wanted))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
