@@ -20,7 +20,7 @@ from jax_kernels.cli.train_progress import Report, plot_losses, progress
 from jax_kernels.files import write_whole
 from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_documents
 from jax_kernels.models.parallel.distributed import initialize_distributed
-from jax_kernels.models.training.checkpoints import NotWritten, reason
+from jax_kernels.models.training.checkpoints import NotWritten, newest_in_words, reason
 from jax_kernels.models.training.folder_lock import FolderLock
 from jax_kernels.models.training.preemption import INTERRUPTED, stop_asked
 
@@ -139,7 +139,7 @@ def run(
     except KeyboardInterrupt:
         if is_first:
             way = "" if trainer.latest is None else "; the same command goes on from there"
-            print(f"jax-kernels: Ctrl-C: {newest_of(trainer)}{way}", file=sys.stderr)
+            print(f"jax-kernels: Ctrl-C: {newest_in_words(trainer.latest)}{way}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     finally:
         trainer.close()
@@ -183,7 +183,7 @@ def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
         write_whole(path, json.dumps(record, indent=1))
         plot_losses(path.with_name("loss.png"), record["losses"])
     except OSError as error:
-        newest = f"the newest checkpoint is of step {trainer.latest}"
+        newest = newest_in_words(trainer.latest)
         raise NotWritten(f"folder: {path} cannot be written ({reason(error)}); {newest}") from error
 
 
@@ -286,19 +286,13 @@ def check_parameters(trainer: Trainer, batch: Any) -> None:
 
 def end_unsaved(trainer: Trainer, got: str) -> NoReturn:
     """Ends the process with the status 1 and a message with `got`, the bad value, and the newest checkpoint."""
-    newest = newest_of(trainer)
+    newest = newest_in_words(trainer.latest)
     sys.exit(f"jax-kernels: step {trainer.step}: got {got}, as with a smaller --learning-rate; {newest}")
-
-
-def newest_of(trainer: Trainer) -> str:
-    """The newest checkpoint in words, for an error."""
-    step = trainer.latest
-    return "there is no checkpoint" if step is None else f"the newest checkpoint is of step {step}"
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises ValueError if a checkpoint's settings, `before`, differ from this run's, `now`, except in save_every."""
     changed = [name for name, x in before.items() if name != "save_every" and now.get(name) != x]
     if changed:
-        told = ["another --text" if x == "text" else f"--{x.replace('_', '-')} {before[x]}" for x in changed]
-        raise ValueError(f"--out: the checkpoint there was trained with {', '.join(told)}; give another folder")
+        different = ["another --text" if x == "text" else f"--{x.replace('_', '-')} {before[x]}" for x in changed]
+        raise ValueError(f"--out: the checkpoint there was trained with {', '.join(different)}; give another folder")

@@ -24,6 +24,7 @@ __all__ = [
     "file_in_the_way",
     "manager",
     "newest",
+    "newest_in_words",
     "nonfinite",
     "read_run",
     "read_state",
@@ -107,8 +108,15 @@ def newest(checkpoints: Any) -> str:
     """A phrase for an error: "the newest checkpoint is of step 5", or "there is no earlier checkpoint"."""
     with contextlib.suppress(OSError):
         checkpoints.reload()
-    step = checkpoints.latest_step()
-    return "there is no earlier checkpoint" if step is None else f"the newest checkpoint is of step {step}"
+    return newest_in_words(checkpoints.latest_step(), kind="earlier checkpoint")
+
+
+def newest_in_words(step: int | None, kind: str = "checkpoint") -> str:
+    """A phrase for an error: "the newest checkpoint is of step 5"; for None, that there is no checkpoint.
+
+    kind: the missing checkpoint in words.
+    """
+    return f"there is no {kind}" if step is None else f"the newest checkpoint is of step {step}"
 
 
 def reason(error: BaseException) -> str:

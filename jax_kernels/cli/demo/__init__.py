@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["demo"]
+from jax_kernels.cli.train import MOST
 
-MOST = 2**31 - 1  # steps: the state has them as int32
+__all__ = ["demo"]
 
 
 def demo(

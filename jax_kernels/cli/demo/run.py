@@ -17,7 +17,7 @@ from jax_kernels.cli.demo import report as demo_report
 from jax_kernels.cli.demo.data import Corpus, CorpusError, read_corpus, unigram_entropy
 from jax_kernels.cli.demo.training import Checkpoints, Settings, Trainer, bits_per_byte, sample
 from jax_kernels.models import LongNetConfig, TransformerConfig, make_mesh
-from jax_kernels.models.training.checkpoints import NotWritten, file_in_the_way, nonfinite, reason
+from jax_kernels.models.training.checkpoints import NotWritten, file_in_the_way, newest_in_words, nonfinite, reason
 from jax_kernels.models.training.preemption import INTERRUPTED
 from jax_kernels.spelling import did_you_mean
 
@@ -174,11 +174,8 @@ def check_finite(trainer: Trainer) -> None:
 
 def end_interrupted(checkpoints: Checkpoints, out: Path) -> NoReturn:
     """Ends the process with the status INTERRUPTED, and says which checkpoint is the newest."""
-    newest, way = "there is no checkpoint", ""
-    if checkpoints.latest is not None:
-        newest = f"the newest checkpoint is of step {checkpoints.latest}"
-        way = f"; jax-kernels demo --resume --out {out} goes on from there"
-    print(f"jax-kernels: Ctrl-C: {newest}{way}", file=sys.stderr)
+    way = "" if checkpoints.latest is None else f"; jax-kernels demo --resume --out {out} goes on from there"
+    print(f"jax-kernels: Ctrl-C: {newest_in_words(checkpoints.latest)}{way}", file=sys.stderr)
     sys.exit(INTERRUPTED)
 
 
