@@ -207,9 +207,9 @@ def _logits(kernel: LossKernel, sums: Sums, part: int, rows: Slice, column: Inde
     """
     traits = kernel.traits
     start = jnp.minimum(column + part * traits.columns, traits.n - traits.columns)
-    places = pl.ds(start, traits.columns)
+    columns = pl.ds(start, traits.columns)
     product = columns_of(sums.product, part, traits.columns)
-    return _capped(kernel, scaled(kernel.matmul, product, kernel.matmul.inputs.w_scale, rows, places))
+    return _capped(kernel, scaled(kernel.matmul, product, kernel.matmul.inputs.w_scale, rows, columns))
 
 
 def _capped(kernel: LossKernel, z: jax.Array) -> jax.Array:

@@ -12,32 +12,35 @@ from tests.support.default_settings import SETTINGS, results
 # By name: (a function of the module's device and dtype, the shapes of its inputs).
 TOKENS = (2, 8, 16)
 MODULES = {
-    "AdaptiveAttention": (lambda **place: bridge.nn.AdaptiveAttention(16, 2, **place), [TOKENS]),
-    "DynamicMaskAttention": (lambda **place: bridge.nn.DynamicMaskAttention(16, 2, keys_to_keep=3, **place), [TOKENS]),
-    "GatedMLP": (lambda **place: bridge.nn.GatedMLP(16, 8, **place), [TOKENS]),
-    "LayerNorm": (lambda **place: bridge.nn.LayerNorm(16, **place), [TOKENS]),
-    "Linear": (lambda **place: bridge.nn.Linear(16, 8, **place), [TOKENS]),
+    "AdaptiveAttention": (lambda **options: bridge.nn.AdaptiveAttention(16, 2, **options), [TOKENS]),
+    "DynamicMaskAttention": (
+        lambda **options: bridge.nn.DynamicMaskAttention(16, 2, keys_to_keep=3, **options),
+        [TOKENS],
+    ),
+    "GatedMLP": (lambda **options: bridge.nn.GatedMLP(16, 8, **options), [TOKENS]),
+    "LayerNorm": (lambda **options: bridge.nn.LayerNorm(16, **options), [TOKENS]),
+    "Linear": (lambda **options: bridge.nn.Linear(16, 8, **options), [TOKENS]),
     "MixtureOfExperts": (
-        lambda **place: bridge.nn.MixtureOfExperts(16, 8, 4, 2, shared_experts=1, balance_bias=True, **place),
+        lambda **options: bridge.nn.MixtureOfExperts(16, 8, 4, 2, shared_experts=1, balance_bias=True, **options),
         [TOKENS],
     ),
     "MultiheadAttention": (
-        lambda **place: bridge.nn.MultiheadAttention(16, 2, add_bias_kv=True, **place),
+        lambda **options: bridge.nn.MultiheadAttention(16, 2, add_bias_kv=True, **options),
         [TOKENS] * 3,
     ),
     "MultiheadDilatedAttention": (
-        lambda **place: bridge.nn.MultiheadDilatedAttention(16, 2, [4, 8], [1, 2], **place),
+        lambda **options: bridge.nn.MultiheadDilatedAttention(16, 2, [4, 8], [1, 2], **options),
         [TOKENS] * 3,
     ),
-    "QuantizedLinear": (lambda **place: bridge.nn.QuantizedLinear(128, 8, **place), [(3, 128)]),
-    "RMSNorm": (lambda **place: bridge.nn.RMSNorm(16, **place), [TOKENS]),
+    "QuantizedLinear": (lambda **options: bridge.nn.QuantizedLinear(128, 8, **options), [(3, 128)]),
+    "RMSNorm": (lambda **options: bridge.nn.RMSNorm(16, **options), [TOKENS]),
 }
 
 
 def test_every_module_has_a_case():
     classes = {name for name in dir(bridge.nn) if inspect.isclass(getattr(bridge.nn, name))}
-    with_place = {name for name in classes if "device" in inspect.signature(getattr(bridge.nn, name)).parameters}
-    assert with_place == set(MODULES)
+    with_device = {name for name in classes if "device" in inspect.signature(getattr(bridge.nn, name)).parameters}
+    assert with_device == set(MODULES)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -46,10 +49,10 @@ def test_modules(name, setting):
     """A module with a device and a dtype of its own."""
     make, shapes = MODULES[name]
     tensors = [random(*shape) for shape in shapes]
-    place = {"device": "cpu", "dtype": torch.float32}
-    module = make(**place)
+    options = {"device": "cpu", "dtype": torch.float32}
+    module = make(**options)
     with SETTINGS[setting]():
-        other = make(**place)
+        other = make(**options)
         other.load_state_dict(module.state_dict())
         got = results(other, tensors)
         routed = other.with_routing(tensors[0])[1] if name == "MixtureOfExperts" else ()
