@@ -141,8 +141,9 @@ class Transformer(nnx.Module):
           tokens: integers [B, T], from 0 to vocab_size - 1. With a cache these are the next T tokens. Padding (where
             segment_ids are below 0) may have any token id.
           embeddings: [B, T, model_dim], the output of embed_tokens, instead of tokens: for gradients of the input.
-          segment_ids: integers [B, T], the ids of packed documents. Neighbouring documents have different ids. A token
-            attends only within its document, and positions start at 0 in each document. An id below 0 marks padding.
+          segment_ids: integers [B, T], the ids of packed documents: each run of equal ids is a document, also if the id
+            comes back later in the row. A token attends only within its document, and positions start at 0 in each
+            document. An id below 0 marks padding. Inside a jax.shard_map over the tokens, the ids of a row must differ.
           cache: from init_cache or from the previous call. Not changed.
 
         Returns:
@@ -225,8 +226,8 @@ class Transformer(nnx.Module):
           tokens, targets: integers [B, T], from 0 to vocab_size - 1. A target below 0 has a loss of 0 and no gradient.
             A token is padding if it and its target are below 0, or if its segment id is below 0. Without segment_ids
             later tokens attend to padding, as to token 0, so put padding at the end of a row.
-          segment_ids: integers [B, T], the ids of packed documents, or None. A token attends only within its document.
-            All targets count here; next_token_loss ignores targets in another document.
+          segment_ids: integers [B, T], the ids of packed documents, or None, as in a call. A token attends only within
+            its document. All targets count here; next_token_loss ignores targets in another document.
           weights: floats [B, T], the factor of each token's loss; None is 1.
           reduction, z_loss, label_smoothing: as in linear_cross_entropy. The softcap is config.logit_softcap.
 

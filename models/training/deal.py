@@ -11,7 +11,7 @@ from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.layers.dilated_attention import LongNetConfig
 from jax_kernels.models.parallel.sharding import ShardingRules
 from jax_kernels.models.training.next_token import is_next_token_loss
-from jax_kernels.models.training.packing import DealtDocuments, document_positions, within_documents
+from jax_kernels.models.training.packing import DealtDocuments, document_positions, run_ids, within_documents
 from jax_kernels.ops.ring.planning.documents import DocumentLayout
 
 __all__ = ["check_dealing", "dealt"]
@@ -46,10 +46,11 @@ def dealt(batch: Any, mesh: Mesh, rules: ShardingRules, config: TransformerConfi
     if not all(getattr(x, "is_fully_addressable", True) for x in batch if x is not None):
         raise ValueError("batch: got arrays with shards on other processes with deal_documents=True, want one process")
     ids = np.asarray(segment_ids)
-    layout = DocumentLayout.of(ids, devices, heads=max(1, config.num_heads), head_dim=config.head_dim or 128)
     with jax.default_device(mesh.local_devices[0]):
         positions = np.asarray(document_positions(jnp.asarray(ids)))
         targets = np.asarray(within_documents(jnp.asarray(np.asarray(targets)), jnp.asarray(ids)))
+        ids = np.asarray(run_ids(jnp.asarray(ids)))
+    layout = DocumentLayout.of(ids, devices, heads=max(1, config.num_heads), head_dim=config.head_dim or 128)
 
     def placed(x: Any) -> jax.Array:
         """x on the mesh, with its tokens in the layout's order."""

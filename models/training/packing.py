@@ -10,7 +10,7 @@ from jax import lax
 from jax_kernels.masks import checks
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["DealtDocuments", "Packed", "document_positions", "document_starts", "packed", "within_documents"]
+__all__ = ["DealtDocuments", "Packed", "document_positions", "document_starts", "packed", "run_ids", "within_documents"]
 
 
 class Packed(NamedTuple):
@@ -36,8 +36,11 @@ class DealtDocuments(NamedTuple):
 def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
     """The Packed of document ids for tokens [B, T], with positions that restart in each document. Checks the ids.
 
-    is_whole: whether the ids are of whole rows. False for one device's shard: its positions are None and its ids keep
-    their dtype, since the op compares the ids of all shards.
+    Each run of equal ids is a document. The result has another id for each run of a row, so that the op, which compares
+    ids, keeps two documents apart that have one id.
+
+    is_whole: whether the ids are of whole rows. False for one device's shard: its positions are None and its ids stay
+    as they are, since the op compares the ids of all shards.
 
     Raises ValueError for another shape or known values beyond int32, TypeError for another dtype.
     """
@@ -49,7 +52,21 @@ def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
         raise TypeError(f"segment_ids: got dtype {segment_ids.dtype}, want integers")
     if is_whole or not isinstance(segment_ids, jax.core.Tracer):
         segment_ids = checks.ids(("segment_ids",), (segment_ids,), "integers [batch, length]")[0]
-    return Packed(segment_ids, document_positions(segment_ids) if is_whole else None)
+    return Packed(run_ids(segment_ids), document_positions(segment_ids)) if is_whole else Packed(segment_ids, None)
+
+
+def run_ids(segment_ids: Any) -> jax.Array:
+    """Ids that differ between the runs of equal ids in a row: int32 [B, T], from 0 on; ids below 0 become -1.
+
+    segment_ids: integers [B, T].
+    """
+    runs = jnp.cumsum(_starts(segment_ids), axis=1, dtype=jnp.int32) - 1
+    return jnp.where(segment_ids < 0, -1, runs)
+
+
+def _starts(segment_ids: Any) -> jax.Array:
+    """Whether each token is the first of a run of equal ids: bool [B, T]."""
+    return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
 @under_defaults
@@ -63,8 +80,7 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
     if segment_ids.ndim != 2:
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}, want [batch, length]")
     place = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return place - lax.cummax(jnp.where(starts, place, 0), axis=1)
+    return place - lax.cummax(jnp.where(_starts(segment_ids), place, 0), axis=1)
 
 
 @under_defaults

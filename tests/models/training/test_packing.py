@@ -58,6 +58,16 @@ def test_packed_documents_match_separate_documents():
         np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", [Transformer, LongNet])
+def test_an_id_that_comes_back_is_another_document(kind):
+    pattern = {} if kind is Transformer else {"segment_lengths": (4, 16), "dilation_rates": (1, 2)}
+    model = kind(kind.config_type(**SHAPE, **pattern), rngs=nnx.Rngs(0))
+    again = np.where(IDS == 7, 3, IDS)  # the last document has the first one's id
+    call = nnx.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids))
+    got, want = call(model, row(), again), call(model, row(), IDS)
+    np.testing.assert_array_equal(got[again >= 0], want[again >= 0])
+
+
 def test_given_positions_are_used():
     """Rotary embedding depends on differences: a common shift changes nothing, a shift of some tokens does."""
     attention = MultiHeadAttention(16, 4, rngs=nnx.Rngs(0))
