@@ -2,7 +2,6 @@
 
 import importlib
 import io
-import itertools
 import os
 import re
 import sys
@@ -42,8 +41,6 @@ FLAX_COMMANDS = {
     "eval": ("trained.evaluate", "evaluate", "Measure the loss and the perplexity of a trained model on a text"),
 }
 _HELP = {"help_option_names": ["-h", "--help"]}
-# The options whose values are paths.
-_PATHS = {"--text", "--out", "--checkpoint", "--json", "--html", "--from"}
 # Shells set it while they complete a command line; click reads it.
 _COMPLETE = "_JAX_KERNELS_COMPLETE"
 # The begin of an error of the library about an environment variable, which any command may meet.
@@ -172,17 +169,6 @@ def _given(parameter: Any, arguments: list[str]) -> str | None:
     return None
 
 
-def _check_paths(words: list[str]) -> None:
-    """Raises UserError for an empty path in the words of the command line. pathlib would take the current folder."""
-    for word, after in itertools.pairwise([*words, "the end"]):
-        if word == "--":
-            return
-        if word.removesuffix("=") in _PATHS and (word.endswith("=") or after == ""):
-            raise UserError(f"{word.removesuffix('=')}: got '', want a path")
-    if words[:1] == ["eval"] and "" in words:
-        raise UserError("TEXT: got '', want a path")
-
-
 def _leave_output() -> None:
     """Points stdout at the null device, if it cannot be written. Python would report the rest of its buffer."""
     try:
@@ -195,7 +181,6 @@ def _run(words: list[str]) -> NoReturn:
     """Runs the command of these words, and exits with its status once its output is written."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows a ? for a character that it lacks
         sys.stdout.reconfigure(errors="replace")
-    _check_paths(words)
     app = _app(_words_to_complete() if _COMPLETE in os.environ else words)
     try:
         status = app(words, prog_name="jax-kernels", standalone_mode=False)

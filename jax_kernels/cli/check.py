@@ -19,6 +19,7 @@ from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.cli.ops import OPS
 from jax_kernels.cli.outputs import check_output, print_table, write_output
+from jax_kernels.cli.paths import path_of
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
@@ -371,7 +372,9 @@ def check(
         list[str] | None, typer.Option(help="only this implementation (repeatable); default: all that can run here")
     ] = None,
     full: Annotated[bool, typer.Option("--full/--quick", help="every case of the test suite, or a selection")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", parser=path_of("--json"), help="also write the results to this file")
+    ] = None,
 ) -> None:
     """Compare the ops and their gradients with float64, for every implementation that can run here.
 

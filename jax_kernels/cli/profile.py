@@ -21,13 +21,14 @@ from jax_kernels.analysis.report import Analysis
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device
 from jax_kernels.cli.outputs import print_table
+from jax_kernels.cli.paths import path_of
 from jax_kernels.tuning import timers
 
 __all__ = ["profile"]
 
 
 def profile(
-    script: Annotated[Path, typer.Argument(help="a Python script, in JAX or PyTorch")],
+    script: Annotated[Path, typer.Argument(parser=path_of("SCRIPT"), help="a Python script, in JAX or PyTorch")],
     arguments: Annotated[list[str] | None, typer.Argument(help="the script's arguments, after -- if options")] = None,
     device: Annotated[str | None, typer.Option(help="show plans and bounds for this device, such as h200")] = None,
     measure: Annotated[bool, typer.Option(help="time each call after the script, with random arrays")] = False,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from jax_kernels.cli.paths import path_of
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["parse_mesh", "train"]
@@ -66,7 +67,10 @@ def train(
     mesh: Annotated[
         str, typer.Option(help="Devices along each axis, such as data=2,sequence=2; -1 for all other devices.")
     ] = "data=-1",
-    text: Annotated[Path | None, typer.Option(help="File or folder.", show_default="Python's standard library")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(parser=path_of("--text"), help="File or folder.", show_default="Python's standard library"),
+    ] = None,
     documents: Annotated[
         str, typer.Option(help="none: all text is one document; files: one document per file, unseen by other files.")
     ] = "none",
@@ -90,7 +94,9 @@ def train(
     ] = "auto",
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 6e-4,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the checkpoints, train.json and loss.png.")] = Path("runs/train"),
+    out: Annotated[
+        Path, typer.Option(parser=path_of("--out"), help="Folder of the checkpoints, train.json and loss.png.")
+    ] = Path("runs/train"),
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     implementation: Annotated[str | None, typer.Option(help="For attention.", show_default="the fastest")] = None,
     coordinator: Annotated[str | None, typer.Option(help="host:port of process 0, for several processes.")] = None,

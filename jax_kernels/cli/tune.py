@@ -24,6 +24,7 @@ from jax_kernels.cli import UserError, WriteError
 from jax_kernels.cli import explain_options as options
 from jax_kernels.cli.explain import with_option
 from jax_kernels.cli.ops import OPS
+from jax_kernels.cli.paths import path_of
 from jax_kernels.spelling import did_you_mean
 from jax_kernels.tuned import cache
 from jax_kernels.tuning import session
@@ -180,7 +181,10 @@ class OpGroup(TyperGroup):
 
 def tune(
     context: typer.Context,
-    script: Annotated[Path | None, typer.Option("--from", help="run this script, and tune the calls it makes")] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option("--from", parser=path_of("--from"), help="run this script, and tune the calls it makes"),
+    ] = None,
     arguments: Annotated[str, typer.Option(help="the script's arguments, as one text")] = "",
     gradients: GRADIENTS = True,
     seconds: SECONDS = 0.05,

@@ -120,12 +120,22 @@ def test_ctrl_c_during_imports(run, monkeypatch):
         (("demo", "--out", "", "--resume"), "--out"),
         (("eval", "text", "--checkpoint", ""), "--checkpoint"),
         (("eval", ""), "TEXT"),
+        (("eval", "--", ""), "TEXT"),
+        (("eval", "text", "--json", "--checkpoint="), "--checkpoint"),
+        (("profile", ""), "SCRIPT"),
+        (("tune", "--arguments", "--from", "--from", ""), "--from"),
+        (("check", "--json", ""), "--json"),
         (("bench", "--html", ""), "--html"),
     ],
 )
 def test_empty_paths(run, words, option):
     """They are not the current folder."""
     assert_is_one_line(run(*words), 2, f"{option}: got '', want a path")
+
+
+def test_an_empty_value_of_another_option_is_no_path(run):
+    """The value of --implementation has the name of an option whose value is a path."""
+    assert_is_one_line(run("generate", "--implementation", "--checkpoint", ""), 2, "Invalid value for PROMPT: got an")
 
 
 def test_outputs_are_checked_before_the_work(run, monkeypatch, tmp_path):

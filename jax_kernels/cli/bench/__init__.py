@@ -18,6 +18,7 @@ from jax_kernels.cli.bench.rows import Roofs, Row, density_rows, measure_roofs, 
 from jax_kernels.cli.bench.sizes import STANDARD
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.cli.outputs import check_output, print_table, write_output
+from jax_kernels.cli.paths import path_of
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["bench"]
@@ -35,9 +36,12 @@ def bench(
         bool, typer.Option("--density", help="also time attention under masks that keep fewer and fewer blocks")
     ] = False,
     seconds: Annotated[float, typer.Option(help="the time of each implementation of a call")] = 0.2,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", parser=path_of("--json"), help="also write the results to this file")
+    ] = None,
     html_path: Annotated[
-        Path | None, typer.Option("--html", help="also write a report with plots to this file")
+        Path | None,
+        typer.Option("--html", parser=path_of("--html"), help="also write a report with plots to this file"),
     ] = None,
 ) -> None:
     """Time the ops' standard sizes on this machine, by each implementation that serves them.

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from jax_kernels.cli.paths import path_of
 from jax_kernels.cli.train import MOST
 
 __all__ = ["demo"]
@@ -12,7 +13,10 @@ __all__ = ["demo"]
 
 def demo(
     text: Annotated[
-        Path | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
+        Path | None,
+        typer.Option(
+            parser=path_of("--text"), help="File or folder to train on.", show_default="Python's standard library"
+        ),
     ] = None,
     steps: Annotated[
         int | None,
@@ -31,7 +35,9 @@ def demo(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of the parameters and the batches.", show_default="0")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for loss.png, run.json and the checkpoint.")] = Path("runs/demo"),
+    out: Annotated[
+        Path, typer.Option(parser=path_of("--out"), help="Folder for loss.png, run.json and the checkpoint.")
+    ] = Path("runs/demo"),
     resume: Annotated[
         bool,
         typer.Option(

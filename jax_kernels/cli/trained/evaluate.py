@@ -9,12 +9,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from jax_kernels.cli.paths import path_of
+
 __all__ = ["evaluate"]
 
 
 def evaluate(
-    text: Annotated[Path, typer.Argument(help="File or folder of text.")],
-    checkpoint: Annotated[Path, typer.Option(help="Folder that train wrote: its --out.")] = Path("runs/train"),
+    text: Annotated[Path, typer.Argument(parser=path_of("TEXT"), help="File or folder of text.")],
+    checkpoint: Annotated[
+        Path, typer.Option(parser=path_of("--checkpoint"), help="Folder that train wrote: its --out.")
+    ] = Path("runs/train"),
     step: Annotated[
         int | None, typer.Option(min=0, help="The step of the checkpoint.", show_default="the newest")
     ] = None,

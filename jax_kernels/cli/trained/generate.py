@@ -7,12 +7,16 @@ from typing import Annotated
 
 import typer
 
+from jax_kernels.cli.paths import path_of
+
 __all__ = ["generate"]
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from the standard input.")],
-    checkpoint: Annotated[Path, typer.Option(help="Folder that train wrote: its --out.")] = Path("runs/train"),
+    checkpoint: Annotated[
+        Path, typer.Option(parser=path_of("--checkpoint"), help="Folder that train wrote: its --out.")
+    ] = Path("runs/train"),
     step: Annotated[
         int | None, typer.Option(min=0, help="The step of the checkpoint.", show_default="the newest")
     ] = None,
