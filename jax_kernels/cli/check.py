@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from rich.table import Table
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.cli.ops import OPS
-from jax_kernels.cli.outputs import check_output, print_table, write_output
+from jax_kernels.cli.outputs import check_output, json_text, print_table, write_output
 from jax_kernels.cli.paths import path_of
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
@@ -409,6 +408,6 @@ def check(
     if json_path is not None:
         report: dict[str, Any] = {"device": dataclasses.asdict(device), "versions": versions(), "failed": failed}
         report["results"] = [dataclasses.asdict(result) | {"passed": result.passed} for result in results]
-        write_output("--json", json_path, json.dumps(report, indent=2) + "\n")
+        write_output("--json", json_path, json_text(report) + "\n")
     if failed:
         raise typer.Exit(1)

@@ -5,7 +5,6 @@ Each op of `OPS` is a command, whose options come from the op's signature: see e
 
 import dataclasses
 import inspect
-import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from jax_kernels.cli import UserError
 from jax_kernels.cli import explain_options as options
 from jax_kernels.cli.info import find_device
 from jax_kernels.cli.ops import OPS
+from jax_kernels.cli.outputs import json_text
 from jax_kernels.spelling import did_you_mean
 from jax_kernels.testing.typical_call import on_devices
 
@@ -75,7 +75,7 @@ def _show_plan(op: str, device: str | None, as_json: bool, arguments: dict[str, 
             plan = dispatch.explain(OPS[op].function, **arguments)
     except (TypeError, ValueError, NotImplementedError, OverflowError) as error:
         raise UserError(with_option(op, str(error))) from None
-    print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else plan)
+    print(json_text(dataclasses.asdict(plan)) if as_json else plan)
 
 
 def with_option(op: str, text: str) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import json
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from rich.table import Column, Table
 from jax_kernels import dispatch
 from jax_kernels.cli import UserError
 from jax_kernels.cli.ops import OPS
-from jax_kernels.cli.outputs import print_table
+from jax_kernels.cli.outputs import json_text, print_table
 from jax_kernels.device import DeviceInfo, device_info
 
 GB = 10**9
@@ -107,7 +106,7 @@ def _gpu_rows(gpus: Sequence[InstalledGpu]) -> dict[str, str]:
     return {
         "driver": ", ".join(dict.fromkeys(gpu.driver for gpu in gpus)),
         "GPUs": f"{len(gpus)}, JAX sees {seen}",
-        "free memory": f"{free} GB",
+        "free memory": f"{free} GB, by nvidia-smi",
     }
 
 
@@ -119,9 +118,9 @@ def _device_rows(device: DeviceInfo) -> dict[str, str]:
         shared = f"{device.shared_memory_per_block / 1024:g} KiB of shared memory a block"
         rows["SMs"] = f"{device.core_count}, {shared}"
     if device.total_memory_bytes is not None:
-        rows["memory"] = f"{device.total_memory_bytes / GB:.0f} GB"
-        if device.memory_bandwidth is not None:
-            rows["memory"] += f", {device.memory_bandwidth / GB:.0f} GB/s"
+        of_sheet = device.memory_bandwidth is not None  # XLA does not know the bandwidth
+        more = f", {device.memory_bandwidth / GB:.0f} GB/s, by the data sheet" if of_sheet else " that XLA may allocate"
+        rows["memory"] = f"{device.total_memory_bytes / GB:.0f} GB{more}"
     has = {"bfloat16": device.supports_bf16, "float8": device.supports_fp8, "tensor cores": device.has_tensor_cores}
     rows["has"] = ", ".join(name for name, value in has.items() if value)
     rows["train in"] = device.optimal_dtype
@@ -167,7 +166,7 @@ def info(
     if as_json:
         report: dict[str, Any] = {"device": dataclasses.asdict(described), "versions": versions(), "ops": can}
         report |= {} if device is not None else {"gpus": [dataclasses.asdict(gpu) for gpu in gpus]}
-        print(json.dumps(report, indent=2))
+        print(json_text(report))
         return
     console = Console()
     of_machine = _gpu_rows(gpus) if device is None else {}

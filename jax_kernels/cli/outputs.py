@@ -1,7 +1,10 @@
 """The output of commands: tables, and the files that options such as --json name."""
 
+import json
+import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -10,7 +13,7 @@ from rich.table import Table
 from jax_kernels.cli import UserError, WriteError
 from jax_kernels.files import write_whole
 
-__all__ = ["check_output", "print_table", "write_output"]
+__all__ = ["check_output", "json_text", "print_table", "write_output"]
 
 
 def check_output(option: str, path: Path | None) -> None:
@@ -37,6 +40,19 @@ def write_output(option: str, path: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise WriteError(f"{option}: {path} cannot be written ({error.strerror or error})") from error
+
+
+def json_text(report: Any, indent: int = 2) -> str:
+    """A report as JSON. NaN and the infinities, which JSON lacks, become null."""
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: finite(y) for name, y in x.items()}
+        if isinstance(x, list | tuple):
+            return [finite(y) for y in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(finite(report), indent=indent, allow_nan=False)
 
 
 def print_table(table: Table) -> None:

@@ -1,7 +1,6 @@
 """jax-kernels profile: runs a script, and shows the ops that it ran, their work, their times, and advice."""
 
 import contextlib
-import json
 import os
 import runpy
 import sys
@@ -20,7 +19,7 @@ from jax_kernels.analysis.record import Trace
 from jax_kernels.analysis.report import Analysis
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device
-from jax_kernels.cli.outputs import print_table
+from jax_kernels.cli.outputs import json_text, print_table
 from jax_kernels.cli.paths import path_of
 from jax_kernels.tuning import timers
 
@@ -50,7 +49,7 @@ def profile(
     timer = timers.choose() if measure or check else None
     with dispatch.on_device(info):
         found = analysis_of(traced, info, timer=timer, measure=measure, check=check, seconds=0.05)
-    print(json.dumps(_as_json(found), indent=2)) if as_json else _show(found)
+    print(json_text(_as_json(found))) if as_json else _show(found)
 
 
 @contextlib.contextmanager

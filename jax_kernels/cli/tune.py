@@ -24,6 +24,7 @@ from jax_kernels.cli import UserError, WriteError
 from jax_kernels.cli import explain_options as options
 from jax_kernels.cli.explain import with_option
 from jax_kernels.cli.ops import OPS
+from jax_kernels.cli.outputs import json_text
 from jax_kernels.cli.paths import path_of
 from jax_kernels.spelling import did_you_mean
 from jax_kernels.tuned import cache
@@ -251,7 +252,7 @@ def _list(as_json: bool) -> None:
             ]
             for device, of in found.items()
         }
-        print(json.dumps(winners, indent=2))
+        print(json_text(winners))
         return
     if not own:
         print(f"no winners in {cache.folder()}")

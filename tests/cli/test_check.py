@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -89,6 +90,16 @@ def test_check_reports_a_raising_implementation(run, two_cases, monkeypatch, tmp
     assert code == 1
     assert "xla, fp32: RuntimeError: ptxas [exited]" in out
     assert json.loads((tmp_path / "report.json").read_text())["failed"] == 2
+
+
+def test_the_report_of_a_kernel_that_gives_nan_is_json(run, monkeypatch, tmp_path):
+    failed = check.Result("rms_norm", "xla", "a case", {"out": math.nan, "dx": math.inf}, {"out": 1.0, "dx": 1.0})
+    monkeypatch.setattr(check, "run_case", lambda *_: failed)
+    path = tmp_path / "report.json"
+    code, _, _ = run("check", "--op", "rms_norm", "--implementation", "xla", "--json", str(path))
+    assert code == 1
+    found = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["results"][0]
+    assert (found["errors"], found["passed"]) == ({"out": None, "dx": None}, False)
 
 
 def test_check_counts_unsupported_cases(run, two_cases, monkeypatch):

@@ -66,6 +66,14 @@ def test_eval_has_the_loss_of_each_byte(run, folder):
     assert (json.loads(out)["seq_len"], json.loads(out)["predicted_bytes"]) == (9, 9)
 
 
+def test_a_perplexity_beyond_float64_is_null(run, folder, monkeypatch):
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_: 800.0)
+    words = ("eval", str(folder / "text.txt"), "--checkpoint", str(folder), "--max-bytes", "20")
+    found = json.loads(run(*words, "--json")[1], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (found["loss"], found["perplexity"]) == (800, None)
+    assert "perplexity inf" in run(*words)[1]
+
+
 @pytest.mark.parametrize(("size", "length", "rows"), [(2, 8, 1), (9, 8, 2), (10, 8, 1), (70, 8, 4)])
 def test_windows_have_each_byte_once(size, length, rows):
     data = np.arange(1, size + 1, dtype=np.uint8)

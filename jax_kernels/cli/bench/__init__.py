@@ -1,7 +1,6 @@
 """jax-kernels bench: times the ops' standard sizes on this machine, by each implementation."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from jax_kernels.cli.bench.page import HEADINGS, by_op, cells, html_page, reason
 from jax_kernels.cli.bench.rows import Roofs, Row, density_rows, measure_roofs, rows_of
 from jax_kernels.cli.bench.sizes import STANDARD
 from jax_kernels.cli.info import find_device, versions
-from jax_kernels.cli.outputs import check_output, print_table, write_output
+from jax_kernels.cli.outputs import check_output, json_text, print_table, write_output
 from jax_kernels.cli.paths import path_of
 from jax_kernels.spelling import did_you_mean
 
@@ -82,7 +81,7 @@ def bench(
         report["roofs"] = dataclasses.asdict(roofs)
     report["results"] = [dataclasses.asdict(row) for row in found]
     if json_path is not None:
-        write_output("--json", json_path, json.dumps(report, indent=2) + "\n")
+        write_output("--json", json_path, json_text(report) + "\n")
         print(f"wrote {json_path}")
     if html_path is not None:
         write_output("--html", html_path, html_page(device.name, packages, found, roofs))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import platform
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import jax_kernels
 from jax_kernels.cli.demo.data import Corpus
 from jax_kernels.cli.demo.training import Settings, Trainer, bits_per_byte
 from jax_kernels.cli.info import versions
+from jax_kernels.cli.outputs import json_text
 from jax_kernels.files import write_whole
 
 __all__ = ["introduce", "plot", "print_sample", "write_record"]
@@ -111,4 +111,4 @@ def write_record(
         "losses_nats_per_byte": history["losses"],
         "held_out_bits_per_byte": history["held_out"],
     }
-    write_whole(path, json.dumps(record, indent=1) + "\n")
+    write_whole(path, json_text(record, indent=1) + "\n")

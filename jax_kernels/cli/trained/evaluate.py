@@ -1,6 +1,5 @@
 """`jax-kernels eval`: the loss and the perplexity of a trained model on a text."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from jax_kernels.cli.outputs import json_text
 from jax_kernels.cli.paths import path_of
 
 __all__ = ["evaluate"]
@@ -68,7 +68,7 @@ def evaluate(
         "step": found.step,
     }
     if as_json:
-        print(json.dumps(result, indent=1))
+        print(json_text(result, indent=1))
         return
     print(
         f"{result['bits_per_byte']:.4f} bits a byte, loss {loss:.4f} nats, perplexity {result['perplexity']:.3f}: "
