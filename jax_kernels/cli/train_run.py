@@ -97,6 +97,7 @@ def run(
     if attention == "dilated":
         pattern: dict[str, Any] = {"segment_lengths": (length // 4, length // 2, length), "dilation_rates": (1, 2, 4)}
         config = LongNetConfig(vocab_size=256, **model, **pattern)
+    check_parameters_fit(config)
     batches, digest = batches_of(text, settings, mesh)
     kept = settings | {"text": digest, "dtype": config.dtype}
     trainer = Trainer(
@@ -143,6 +144,28 @@ def run(
         sys.exit(INTERRUPTED)
     finally:
         trainer.close()
+
+
+def parameter_count(config: TransformerConfig) -> int:
+    """The number of parameters of a model that the command can train."""
+    kv_heads, head_dim, mlp_dim = config.num_kv_heads or 0, config.head_dim or 0, config.mlp_dim or 0
+    of_block = 2 * (config.num_heads + kv_heads) * head_dim + 3 * mlp_dim + 2  # norms
+    return config.model_dim * (config.num_layers * of_block + config.vocab_size + 1)
+
+
+def check_parameters_fit(config: TransformerConfig) -> None:
+    """Raises UserError if the float32 parameters of this model do not fit in the memory of one device.
+
+    Trainer makes them on one device before it shards them.
+    """
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if memory is None else memory
+    size = 4 * parameter_count(config)
+    if size > memory:
+        raise UserError(
+            f"--layers, --width: got {config.num_layers} layers of width {config.model_dim}, whose parameters need "
+            f"{size / 1e9:,.0f} GB, want at most the {memory / 1e9:,.0f} GB of memory"
+        )
 
 
 def tell_interrupt() -> None:
