@@ -40,6 +40,7 @@ from jax_kernels.models.training.preemption import stop_asked
 from jax_kernels.models.training.trainer_checkpoints import TrainerCheckpoints
 from jax_kernels.models.training.trainer_checks import (
     check_fit,
+    check_update,
     checked_arguments,
     checked_batch,
     checked_losses,
@@ -66,7 +67,7 @@ class Trainer(TrainerCheckpoints):
 
     Args:
       config: of the model; its `remat` says which values the backward rematerialises.
-      optimizer: an optax optimizer whose update needs only (gradients, state, params).
+      optimizer: an optax optimizer whose update needs only (gradients, state, params), so not optax.lbfgs.
       mesh: from make_mesh; None for one device. The step runs with Auto axes: if the mesh has Explicit axes, the
         attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
       seed: of the parameters and of the keys that `loss` gets; from 0 to 2**32 - 1.
@@ -136,6 +137,7 @@ class Trainer(TrainerCheckpoints):
         with jax.set_mesh(self.mesh):  # instead of the caller's mesh, whose axes may be Explicit
             trained = without_histories(params)
             moments = jax.eval_shape(optimizer.init, trained)
+            check_update(optimizer, moments, trained)
             create = jax.jit(optimizer.init, out_shardings=state_shardings(moments, self.mesh, self.rules))
             moments = create(trained)
         self.state: dict[str, Any] = {

@@ -1,5 +1,6 @@
 """Checks of Trainer's arguments. An error names the argument, the value that it got and the value that it wants."""
 
+import functools
 import json
 import numbers
 import os
@@ -18,10 +19,12 @@ from jax_kernels.models.parallel.sharding import ShardingRules
 from jax_kernels.models.training.loss_scale import FIRST, LARGEST, SMALLEST
 from jax_kernels.models.training.token_ids import check_targets, checked_tokens
 from jax_kernels.ops.cross_entropy.targets import clipped
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = [
     "as_json",
     "check_fit",
+    "check_update",
     "checked_arguments",
     "checked_batch",
     "checked_losses",
@@ -126,6 +129,12 @@ def updated(optimizer: Any, gradients: Any, moments: Any, params: Any) -> tuple[
             raise
         want = "want one whose update needs only (gradients, state, params), such as optax.adamw(1e-3)"
         raise TypeError(f"optimizer: got one with {str(error).split(' ', 1)[1]}, {want}") from error
+
+
+@under_defaults  # optax promotes dtypes
+def check_update(optimizer: Any, moments: Any, params: Any) -> None:
+    """Raises TypeError if the optimizer's update needs further arguments. moments, params: arrays or their shapes."""
+    jax.eval_shape(functools.partial(updated, optimizer), params, moments, params)
 
 
 def checked_scale(scale: Any, config: TransformerConfig) -> float | None:

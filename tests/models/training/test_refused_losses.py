@@ -40,6 +40,7 @@ def test_losses_with_a_count_or_a_routing():
 
 
 def test_an_optimizer_that_needs_the_loss_is_named():
-    trainer = models.Trainer(CONFIG, optax.lbfgs())
-    with pytest.raises(TypeError, match=r"^optimizer: got one with .*'value'.*, want one whose update needs only"):
-        trainer.train((IDS, IDS))
+    plateau = optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau())
+    for optimizer in (optax.lbfgs(), optax.polyak_sgd(), plateau):
+        with pytest.raises(TypeError, match=r"^optimizer: got one with .*'value'.*, want one whose update needs only"):
+            models.Trainer(CONFIG, optimizer)
