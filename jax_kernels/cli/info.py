@@ -118,9 +118,11 @@ def _device_rows(device: DeviceInfo) -> dict[str, str]:
         shared = f"{device.shared_memory_per_block / 1024:g} KiB of shared memory a block"
         rows["SMs"] = f"{device.core_count}, {shared}"
     if device.total_memory_bytes is not None:
-        of_sheet = device.memory_bandwidth is not None  # XLA does not know the bandwidth
-        more = f", {device.memory_bandwidth / GB:.0f} GB/s, by the data sheet" if of_sheet else " that XLA may allocate"
-        rows["memory"] = f"{device.total_memory_bytes / GB:.0f} GB{more}"
+        rows["memory"] = f"{device.total_memory_bytes / GB:.0f} GB"
+        if device.memory_bandwidth is None:  # a GPU without a data sheet here
+            rows["memory"] += " that XLA may allocate"
+        else:
+            rows["memory"] += f", {device.memory_bandwidth / GB:.0f} GB/s, by the data sheet"
     has = {"bfloat16": device.supports_bf16, "float8": device.supports_fp8, "tensor cores": device.has_tensor_cores}
     rows["has"] = ", ".join(name for name, value in has.items() if value)
     rows["train in"] = device.optimal_dtype
