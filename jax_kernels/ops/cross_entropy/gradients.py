@@ -82,7 +82,7 @@ def reduced(
     run = lambda arrays: planned(*(tuned(arrays) if tuned else (call, arrays)))
     if reduction == "none":
         losses = run(LossArrays(x=x, w=w, targets=targets))
-        return losses if weights is None else losses * weights.astype(jnp.float32)
+        return losses if weights is None else losses * _factors(targets, weights, False)
     factors = _factors(targets, weights, reduction == "mean")
     return run(LossArrays(x=x, w=w, targets=targets, factors=as_varying(factors, axes)))
 

@@ -54,7 +54,7 @@ def linear_cross_entropy(
       x: [..., D], bfloat16, float16 or float32. Products of float32 arrays are exact.
       w: [D, V], or [V, D] with transpose_w, bfloat16, float16 or float32; rounded to x's dtype for the matmuls.
       targets: integers [...]: the ids, below V. Tokens with a target below 0, such as -1 or -100, do not count: their
-        loss is 0, and so are their gradients.
+        loss is 0, and so are their gradients. Their x must be finite, but their weights may be NaN.
       weights: [...], the factor of each token's loss, bfloat16, float16 or float32; None is 1. They have a gradient.
       reduction: "none", the losses of the tokens; "sum"; or "mean", the sum divided by the sum of the weights of the
         tokens that count. The mean of no token is 0.

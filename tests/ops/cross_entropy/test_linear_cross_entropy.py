@@ -135,6 +135,19 @@ def test_padding_of_any_kind():
         assert all((y == 0).all() for y in jax.tree.leaves(found))
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_weights_of_tokens_that_do_not_count(reduction):
+    """They have no influence, not even NaN or infinity: a mask that was divided by a length of 0 has such weights."""
+    call = lambda x, w, weights: linear_cross_entropy(x, w, TARGETS, weights=weights, reduction=reduction)
+    loss = jax.value_and_grad(lambda *arrays: call(*arrays).sum(), (0, 1, 2))
+    want = loss(X, W, WEIGHTS)
+    for value in (jnp.nan, jnp.inf):
+        weights = jnp.where(TARGETS < 0, value, WEIGHTS)
+        np.testing.assert_array_equal(call(X, W, weights), call(X, W, WEIGHTS))
+        for a, b in zip(jax.tree.leaves(loss(X, W, weights)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_a_traced_target_outside_the_vocabulary(reduction):
     """Its loss is NaN; the gradients of other tokens are not."""

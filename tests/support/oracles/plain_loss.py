@@ -14,7 +14,8 @@ def normal(*shape, seed=0):
 
 
 X, W, WEIGHTS = normal(*TOKENS, DEPTH), normal(DEPTH, VOCABULARY, seed=1), jnp.abs(normal(*TOKENS, seed=2))
-TARGETS = jnp.asarray(np.random.default_rng(3).integers(-1, VOCABULARY, TOKENS), jnp.int32)
+# Two tokens do not count.
+TARGETS = jnp.asarray(np.random.default_rng(3).integers(0, VOCABULARY, TOKENS), jnp.int32).at[1:, 0].set([-1, -100])
 OPTIONS = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
