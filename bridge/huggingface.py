@@ -11,6 +11,8 @@ import torch
 
 from jax_kernels.bridge.hf_attention import attention, attention_mask
 from jax_kernels.bridge.hf_experts import experts
+from jax_kernels.bridge.nn.layers import computes_its_weight
+from jax_kernels.bridge.nn.linear import Linear
 from jax_kernels.bridge.ops.cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -144,7 +146,8 @@ def causal_lm_loss(
 
     Raises:
       TypeError: model is no PreTrainedModel.
-      NotImplementedError: the model is of another type, or its head has a bias.
+      NotImplementedError: the model is of another type, or its head has a bias, hooks, or a forward other than
+        torch.nn.Linear's.
     """
     register()
     from transformers import PreTrainedModel
@@ -157,6 +160,10 @@ def causal_lm_loss(
         raise NotImplementedError(f"model: got a {type(model).__name__}, want a causal language model of type {want}")
     if head.bias is not None:
         raise NotImplementedError("model: got a head with a bias, want one without")
+    has_accelerates_hook = hasattr(head, "_hf_hook")  # it moves tensors
+    if not computes_its_weight(head, torch.nn.Linear, Linear) and not has_accelerates_hook:
+        got = f"a head of {type(head).__name__} with hooks or a forward of its own"
+        raise NotImplementedError(f"model: got {got}, want torch.nn.Linear's: only the head's weight is read")
     outputs = model.base_model(**inputs | _asked_router_logits(model, inputs))
     hidden = outputs.last_hidden_state
     targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].to(hidden.device)

@@ -5,8 +5,8 @@ This package may import all other packages of the bridge.
 
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention as AdaptiveAttention
 from jax_kernels.bridge.nn.dynamic_mask_attention import DynamicMaskAttention as DynamicMaskAttention
+from jax_kernels.bridge.nn.gated_mlp import GatedMLP as GatedMLP
 from jax_kernels.bridge.nn.layers import rotary_embedding as rotary_embedding
-from jax_kernels.bridge.nn.linear import GatedMLP as GatedMLP
 from jax_kernels.bridge.nn.linear import Linear as Linear
 from jax_kernels.bridge.nn.mixture_of_experts import MixtureOfExperts as MixtureOfExperts
 from jax_kernels.bridge.nn.mixture_of_experts import Routing as Routing

@@ -21,7 +21,9 @@ __all__ = [
     "TokenEmbedding",
     "check_flags",
     "check_input",
+    "computes_its_weight",
     "empty_attention",
+    "has_hooks",
     "keeping_dtype",
     "positive",
     "rotary_embedding",
@@ -58,6 +60,25 @@ def check_input(name: str, x: Any, parameter: torch.Tensor | None = None) -> Non
         return
     if autocast_dtype(x.device) is None:
         raise TypeError(f"{name}: got dtype {x.dtype}, want the parameters' {parameter.dtype}, or autocast")
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(layer: torch.nn.Module) -> bool:
+    """Whether a call of the layer does more than its class's forward: it has hooks, or a forward of its own."""
+    return any(getattr(layer, name, None) for name in _HOOKS) or "forward" in vars(layer)
+
+
+def computes_its_weight(layer: Any, *classes: type[torch.nn.Module]) -> bool:
+    """Whether a call of a linear layer is only a matmul with layer.weight, so that the call may be left out.
+
+    False with a bias, an activation or hooks (of pruning, FSDP, ...), and for a forward of another class than these
+    (of a LoRA layer, ...). Subclasses with one of the forwards count, as a parametrized layer's.
+    """
+    if getattr(type(layer), "forward", None) not in [kind.forward for kind in classes] or has_hooks(layer):
+        return False
+    return layer.bias is None and getattr(layer, "activation", None) is None
 
 
 def keeping_dtype(

@@ -9,8 +9,8 @@ import torch
 from jax_kernels.bridge.interop.arguments.autocast import autocast_dtype, without_autocast
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation, check_optional_tensors
+from jax_kernels.bridge.nn.gated_mlp import GatedMLP
 from jax_kernels.bridge.nn.layers import check_flags, check_input, keeping_dtype, positive
-from jax_kernels.bridge.nn.linear import GatedMLP
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.expert_rows import PermutedRows, TokenRows
 from jax_kernels.bridge.ops.grouped_matmul import grouped_gated_matmul, grouped_matmul

@@ -8,7 +8,7 @@ import torch
 
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation, check_precision
-from jax_kernels.bridge.nn.layers import keeping_dtype
+from jax_kernels.bridge.nn.layers import has_hooks, keeping_dtype
 from jax_kernels.bridge.nn.linear import Linear
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.matmul import linear
@@ -19,7 +19,6 @@ from jax_kernels.quantization import formats
 __all__ = ["QuantizedLinear", "quantize_weights"]
 
 _LOGGER = logging.getLogger("jax_kernels.bridge.quantized_linear")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class QuantizedLinear(torch.nn.Module):
@@ -101,7 +100,7 @@ class QuantizedLinear(torch.nn.Module):
         """
         if type(layer) not in (torch.nn.Linear, Linear):
             raise TypeError(f"layer: got {type(layer).__name__}, want torch.nn.Linear or bridge.nn.Linear")
-        if any(getattr(layer, name, None) for name in _HOOKS) or "forward" in vars(layer):
+        if has_hooks(layer):
             raise ValueError("layer: got hooks or a forward of its own, which would be lost; want a layer without")
         options = {name: getattr(layer, name, None) for name in ("activation", "precision", "implementation")}
         if options["precision"] == "fp8" or getattr(layer, "scaling", None) is not None:

@@ -15,8 +15,16 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
 from jax_kernels.bridge.nn.config import PATTERN, Config, shape_of
 from jax_kernels.bridge.nn.dynamic_mask_attention import DynamicMaskAttention
-from jax_kernels.bridge.nn.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, TokenEmbedding, rotary_embedding
-from jax_kernels.bridge.nn.linear import GatedMLP, Linear
+from jax_kernels.bridge.nn.gated_mlp import GatedMLP
+from jax_kernels.bridge.nn.layers import (
+    PlainLayerNorm,
+    PlainLinear,
+    PlainRMSNorm,
+    TokenEmbedding,
+    computes_its_weight,
+    rotary_embedding,
+)
+from jax_kernels.bridge.nn.linear import Linear
 from jax_kernels.bridge.nn.mixture_of_experts import MixtureOfExperts
 from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention
@@ -151,7 +159,7 @@ class MLP(torch.nn.Module):
         if symbolic_trace.is_traced(x):
             return symbolic_trace.leaf(self, x)
         check_dense("x", x)
-        if self.precision == "fp8":
+        if self.precision == "fp8" and all(computes_its_weight(y, FP8Linear) for y in (self.gate_proj, self.up_proj)):
             gate, up = (projection.weight.to(x.dtype) for projection in (self.gate_proj, self.up_proj))
             return self.down_proj(gated_matmul(x, gate, up, transpose_w=True, precision="fp8", scaling=self.scaling))
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -18,7 +18,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import (
 )
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.quantization import Facts, QuantizedTensor, Stored, on_stored, stored
-from jax_kernels.bridge.translate.activations import Activation, is_kept, name_of, with_functions
+from jax_kernels.bridge.translate.activations import Activation, applied, is_kept, name_of, with_functions
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
 from jax_kernels.quantization import check_scaling
@@ -28,6 +28,7 @@ __all__ = [
     "EIGHT_BITS",
     "PRECISION_SETTING",
     "MatmulOptions",
+    "activate",
     "check_scaling_option",
     "dtype_name",
     "gated_matmul",
@@ -42,6 +43,7 @@ __all__ = [
 PRECISION_SETTING = torch.get_float32_matmul_precision
 _matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_opaque=True, settings=PRECISION_SETTING)
 _gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_opaque=True, settings=PRECISION_SETTING)
+_activate = JaxOp(applied, is_opaque=True)
 _mlp = JaxOp(with_functions(mlp_ops.mlp), is_opaque=True, settings=PRECISION_SETTING)
 type Weights = torch.Tensor | QuantizedTensor
 
@@ -348,6 +350,14 @@ def taken_precision(precision: str | None, x: torch.Tensor) -> str | None:
 def _takes_tf32() -> bool:
     """Whether torch.set_float32_matmul_precision allows tf32. torch.compile keeps the setting of compile time."""
     return torch.get_float32_matmul_precision() != "highest"
+
+
+def activate(x: torch.Tensor, activation: str | Activation) -> torch.Tensor:
+    """Returns activation(x), elementwise, in x's dtype, with its gradient. activation: as in bridge.matmul."""
+    call = _activate.lookup((x,), (activation,))
+    if call and call.cached:
+        return call.cached(call.tensors)
+    return _activate.run(call if is_kept(activation) else None, x, activation=name_of(activation))
 
 
 class MatmulOptions(TypedDict, total=False):

@@ -16,8 +16,9 @@ from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.translate import function_identity, score_mods, torch_to_jnp
+from jax_kernels.ops.activations import ACTIVATIONS
 
-__all__ = ["Activation", "is_kept", "name_of", "with_functions"]
+__all__ = ["Activation", "applied", "is_kept", "name_of", "with_functions"]
 
 type Activation = Callable[[torch.Tensor], torch.Tensor] | Callable[[jax.Array], jax.Array]
 
@@ -111,6 +112,13 @@ def with_functions[Result](op: Callable[..., Result]) -> Callable[..., Result]:
 
     call.plan = lambda *args, **kwargs: op.plan(*args, **_in_jnp(**kwargs))  # type: ignore[attr-defined]
     return call
+
+
+def applied(x: jax.Array, *, activation: str) -> jax.Array:
+    """activation(x), elementwise, computed in float32, in x's dtype. activation: a name from name_of."""
+    function = _in_jnp(activation)["activation"]
+    function = ACTIVATIONS[function] if isinstance(function, str) else function
+    return function(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _in_jnp(activation: str | None, **others: Any) -> dict[str, Any]:

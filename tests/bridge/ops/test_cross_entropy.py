@@ -160,3 +160,18 @@ def test_causal_lm_loss_refuses_other_models():
         huggingface.causal_lm_loss(model_of("Granite"), labels, input_ids=labels)
     with pytest.raises(NotImplementedError, match="model: got a LlamaModel, want a causal language model"):
         huggingface.causal_lm_loss(model_of("Llama", "AutoModel"), labels, input_ids=labels)
+
+
+def test_causal_lm_loss_refuses_changed_heads():
+    """Only the head's weight is read: hooks, or a forward of a subclass, such as a LoRA layer's, would be lost."""
+    labels = torch.ones(1, 4, dtype=torch.int64)
+    model = model_of("Llama")
+    head = model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, args, out: 2.0 * out)
+    with pytest.raises(NotImplementedError, match="model: got a head of Linear with hooks"):
+        huggingface.causal_lm_loss(model, labels, input_ids=labels)
+    handle.remove()
+    own = type("LoraLinear", (torch.nn.Linear,), {"forward": lambda self, x: 2.0 * torch.nn.Linear.forward(self, x)})
+    head.__class__ = own
+    with pytest.raises(NotImplementedError, match="model: got a head of LoraLinear with"):
+        huggingface.causal_lm_loss(model, labels, input_ids=labels)

@@ -1,0 +1,114 @@
+"""Modules whose kernels read a layer's weight call the layer instead, where a call does more than the matmul."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.utils import parametrizations, prune
+
+from jax_kernels.bridge import nn
+from jax_kernels.models import TransformerConfig
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+class Lora(torch.nn.Module):
+    """A layer plus matrices of rank 2, with the layer's weight as an attribute, as peft has it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = torch.nn.Parameter(torch.randn(2, base.in_features))
+        self.b = torch.nn.Parameter(torch.randn(base.out_features, 2))
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def _lora(layer):
+    return Lora(layer)
+
+
+def _with_bias(layer):
+    layer.bias = torch.nn.Parameter(torch.randn(layer.out_features))
+    return layer
+
+
+def _pruned(layer):
+    prune.random_unstructured(layer, "weight", 0.5)
+    with torch.no_grad():
+        layer.weight_orig.mul_(2.0)  # as a step of an optimiser; the layer's hook computes weight again
+    return layer
+
+
+def _hooked(layer):
+    layer.register_forward_hook(lambda module, args, out: 2.0 * out)
+    return layer
+
+
+def _own_forward(layer):
+    forward = layer.forward
+    layer.forward = lambda x, **options: forward(x, **options) + 1.0
+    return layer
+
+
+def _pytorchs(layer):
+    made = torch.nn.Linear(layer.in_features, layer.out_features)
+    made.weight = layer.weight
+    return made
+
+
+def _exact(layer):
+    layer.precision = "bf16"
+    return layer
+
+
+CHANGES = [_lora, _with_bias, _pruned, _hooked, _own_forward, _pytorchs, _exact, parametrizations.weight_norm]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_changed_projection_of_gated_mlp(change, name):
+    """A GatedMLP's result and gradients are its projections' calls, whatever a projection is replaced by."""
+    torch.manual_seed(1)
+    mlp = nn.GatedMLP(8, 6)
+    setattr(mlp, name, change(getattr(mlp, name)))
+    residual = torch.randn(3, 8)
+    out = mlp(X, residual=residual)
+    want = mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(X)) * mlp.up_proj(X)) + residual
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    parameters = list(mlp.parameters())
+    gradients = (torch.autograd.grad(x.square().sum(), parameters) for x in (out, want))
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "activation", ["gelu_tanh", torch.nn.functional.mish, torch.nn.LeakyReLU(0.3)], ids=["name", "mish", "leaky_relu"]
+)
+def test_activations_of_a_changed_projection(activation):
+    """Projections that are called one by one have the same activation, in bfloat16 and in a graph too."""
+    mlp = nn.GatedMLP(8, 6, activation=activation).bfloat16()
+    want = mlp(X.bfloat16())
+    other = copy.deepcopy(mlp)
+    other.gate_proj.register_forward_hook(lambda module, args, out: None)
+    torch.testing.assert_close(other(X.bfloat16()), want, rtol=2e-2, atol=2e-2)
+    compiled = torch.compile(other, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X.bfloat16()), other(X.bfloat16()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_changed_projection_of_the_transformers_mlp(name):
+    """The MLP of a Transformer with precision="fp8" calls a LoRA layer."""
+    config = TransformerConfig(
+        vocab_size=16, model_dim=32, num_layers=1, num_heads=2, head_dim=16, mlp_dim=32, precision="fp8"
+    )
+    mlp = nn.transformer.MLP(nn.transformer.shape_of(config)).float()
+    setattr(mlp, name, Lora(getattr(mlp, name)))
+    mlp(torch.randn(1, 3, 32)).sum().backward()
+    assert getattr(mlp, name).a.grad.abs().sum() > 0
