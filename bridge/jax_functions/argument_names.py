@@ -5,9 +5,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from jax_kernels.bridge.jax_functions.pytree import LEAF, Structure, unflatten
 
-__all__ = ["constants", "leaf_names", "rename"]
+__all__ = ["constants", "leaf_names", "rename", "under_names"]
 
 
 def leaf_names(function: Callable[..., Any], structure: Structure) -> list[str]:
@@ -90,5 +92,16 @@ def rename(error: Exception, **names: str) -> None:
     if len(error.args) == 1 and isinstance(error.args[0], str):
         (text,) = error.args
         for inner, own in names.items():
-            text = re.sub(rf"\b{inner}\b", own, text)
+            text = re.sub(rf"\b(?<!\d ){inner}\b", own, text)  # not the x of "128 x 128"
         error.args = (text,)
+
+
+def under_names[Result](names: dict[str, str], function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """function(*args, **kwargs), whose errors get other argument names. names: as in rename."""
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    try:
+        return function(*args, **kwargs)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        rename(error, **names)
+        raise

@@ -7,6 +7,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import (
     check_activation,
     check_precision,
 )
+from jax_kernels.bridge.jax_functions.argument_names import under_names
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.matmul import check_scaling_option, linear
 from jax_kernels.bridge.translate.activations import Activation
@@ -69,7 +70,9 @@ class Linear(torch.nn.Linear):
         """
         if isinstance(input, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, input, residual=residual, x_scale=x_scale, w_scale=w_scale)
-        return linear(
+        return under_names(
+            {"x": "input"},
+            linear,
             input,
             self.weight,
             self.bias,

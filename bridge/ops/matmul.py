@@ -16,7 +16,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import (
     check_tensors,
     type_name,
 )
-from jax_kernels.bridge.jax_functions.argument_names import rename
+from jax_kernels.bridge.jax_functions.argument_names import under_names
 from jax_kernels.bridge.ops.quantization import Facts, QuantizedTensor, Stored, on_stored, stored
 from jax_kernels.bridge.translate.activations import Activation, applied, is_kept, name_of, with_functions
 from jax_kernels.ops.matmul import matmul as ops
@@ -387,13 +387,7 @@ def linear(
         raise TypeError(
             "transpose_w: got the argument with linear, whose weight is [N, K], want bridge.matmul for other layouts"
         )
-    if torch.compiler.is_compiling():
-        return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
-    try:
-        return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        rename(error, w="weight")
-        raise
+    return under_names({"w": "weight"}, matmul, x, weight, bias=bias, transpose_w=True, **arguments)
 
 
 def operands_under_autocast(*tensors: Any) -> list[Any]:

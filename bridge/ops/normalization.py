@@ -13,6 +13,7 @@ from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
+from jax_kernels.bridge.jax_functions.argument_names import under_names
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.ops.normalization import normalization
 from jax_kernels.quantization import FORMATS
@@ -359,8 +360,10 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         """
         if isinstance(input, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, input, residual=residual)
-        given = _flat(input, residual, self.normalized_shape, self.weight, self.bias)
-        return _like(input, layer_norm(*given[:3], residual=given[3], **self._options), self.quantize)
+        names = {"x": "input"}
+        flat = under_names(names, _flat, input, residual, self.normalized_shape, self.weight, self.bias)
+        results = under_names(names, layer_norm, *flat[:3], residual=flat[3], **self._options)
+        return _like(input, results, self.quantize)
 
 
 class RMSNorm(_Options, torch.nn.RMSNorm):

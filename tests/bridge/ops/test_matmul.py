@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import jax_kernels
 from jax_kernels import bridge
+from jax_kernels.bridge.jax_functions.argument_names import rename
 from tests.support.cases import tiers
 
 ACTIVATIONS = {
@@ -148,6 +149,16 @@ def test_bad_input():
             bridge.linear(*arguments)
     with pytest.raises(TypeError, match=r"^weight: got dtype float16, want x's dtype float32"):
         bridge.linear(x, w.T.half())
+    layer = bridge.nn.Linear(16, 4)
+    with pytest.raises(ValueError, match=re.escape("weight: got shape (4, 16), want [N, K] with input's K = 4")):
+        layer(x[:, :4])
+    for wrong, got in (
+        (x.double(), "dtype torch.float64"),
+        (x.to_sparse(), "layout"),
+        (x.detach().numpy(), "numpy.ndarray"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=rf"^input: got {got}"):
+            layer(wrong)
     with pytest.raises(ValueError, match=re.escape("activation: got 'mish', want a function or one of 'relu'")):
         bridge.matmul(x, w, activation="mish")
     with pytest.raises(TypeError, match=re.escape("out_dtype: got torch.int8, want torch.bfloat16")):
@@ -156,6 +167,13 @@ def test_bad_input():
         bridge.linear(x, w, transpose_w=False)
     with pytest.raises(TypeError, match=r"^x: got dtype torch\.float64"):
         bridge.matmul(x.double(), w.double())
+
+
+def test_renamed_arguments_keep_sizes():
+    """An error's sizes, such as 128 x 128, keep their x where the argument x has another name."""
+    error = ValueError("x: got one of 128 x 128, want x's [3, 4]")
+    rename(error, x="input")
+    assert str(error) == "input: got one of 128 x 128, want input's [3, 4]"
 
 
 def norm_of(x):

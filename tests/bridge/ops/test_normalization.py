@@ -182,7 +182,7 @@ def test_quantized(name):
 
 def test_bad_input():
     (x,) = tensors((6, 16))
-    with pytest.raises(ValueError, match=re.escape("x: got shape (6, 16), want [..., 8]")):
+    with pytest.raises(ValueError, match=re.escape("input: got shape (6, 16), want [..., 8]")):
         bridge.nn.LayerNorm(8)(x)
     with pytest.raises(ValueError, match=re.escape("scale: got shape (8,), want [N] = (16,)")):
         bridge.layer_norm(x, torch.ones(8))
@@ -190,9 +190,11 @@ def test_bad_input():
         bridge.rms_norm(x.double())
     with pytest.raises(ValueError, match=re.escape("eps: got -1.0, want a number of 0 or more")):
         bridge.rms_norm(x, eps=-1.0)
-    for module, shape in ((bridge.nn.RMSNorm((4, 8)), (2, 4, 8)), (bridge.nn.LayerNorm((4, 8)), (2, 4, 8))):
-        with pytest.raises(ValueError, match=re.escape("residual: got shape (2, 8, 4), want x's (2, 4, 8)")):
-            module(torch.ones(shape), residual=torch.ones(2, 8, 4))
+    with pytest.raises(TypeError, match=re.escape("input: got dtype torch.float64")):
+        bridge.nn.LayerNorm(16)(x.double())
+    for module, name in ((bridge.nn.RMSNorm((4, 8)), "x"), (bridge.nn.LayerNorm((4, 8)), "input")):
+        with pytest.raises(ValueError, match=re.escape(f"residual: got shape (2, 8, 4), want {name}'s (2, 4, 8)")):
+            module(torch.ones(2, 4, 8), residual=torch.ones(2, 8, 4))
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -33,7 +33,7 @@ OF_TENSORS = {
     "decode_attention": (bridge.decode_attention, (2, 4, 4, 16), "query"),
     "matmul": (lambda x, w, _: bridge.matmul(x, w), (16, 16), "x"),
     "gated_matmul": (bridge.gated_matmul, (16, 16), "x"),
-    "nn.Linear": (lambda x, *_: LINEAR(x), (16, 16), "x"),
+    "nn.Linear": (lambda x, *_: LINEAR(x), (16, 16), "input"),
     "rms_norm": (lambda x, *_: bridge.rms_norm(x), (4, 16), "x"),
     "nn.RMSNorm": (lambda x, *_: RMS_NORM(x), (4, 16), "x"),
     "from_jax": (lambda x, *_: DOUBLED(x), (4, 16), "x"),
@@ -97,7 +97,7 @@ EVERY_ARGUMENT = {
     "linear": (bridge.linear, [(16, 16), (16, 16), (16,)], ("x", "weight")),
     "mlp": (lambda x, up, down: bridge.mlp(x, up, down), [(16, 16)] * 3, ("x", "w_up", "w_down")),
     "layer_norm": (bridge.layer_norm, [(4, 16), (16,), (16,)], ("x",)),
-    "nn.LayerNorm": (bridge.nn.LayerNorm(16), [(4, 16)] * 2, ("x", "residual")),
+    "nn.LayerNorm": (bridge.nn.LayerNorm(16), [(4, 16)] * 2, ("input", "residual")),
     "nn.GatedMLP": (bridge.nn.GatedMLP(16, 32), [(4, 16)], ("x",)),
     "nn.QuantizedLinear": (bridge.nn.QuantizedLinear(16, 16, format="int8"), [(4, 16)], ("x",)),
     "nn.AdaptiveAttention": (
