@@ -233,7 +233,7 @@ def test_functions_under_other_names_raise():
         (lambda: bridge.flash_attention(*torch.randn(3, 1, 5, 2, 264)), ValueError, "query: got head_dim 264"),
         (lambda: bridge.flash_attn_func(*inputs, dropout_p=0.1), NotImplementedError, "dropout_p: got 0.1"),
         (lambda: bridge.dynamic_mask_attention(*inputs.double(), torch.ones(5, 5).bool()), TypeError, "query: got"),
-        (lambda: bridge.nn.Linear(8, 8).double()(inputs[0].double()), TypeError, "x: got dtype torch.float64"),
+        (lambda: bridge.nn.Linear(8, 8).double()(inputs[0].double()), TypeError, "input: got dtype torch.float64"),
         (lambda: bridge.nn.RMSNorm(8).double()(inputs[0].double()), TypeError, "x: got dtype torch.float64"),
     ):
         with pytest.raises(error, match=text):

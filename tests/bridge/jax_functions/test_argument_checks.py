@@ -41,7 +41,7 @@ CALLS = {
         *("block_tables", " or None"),
     ),
     "pooled_scores": (lambda y: bridge.masks.pooled_scores(HEADS, y, 4), "key", ""),
-    "Linear": (lambda y: bridge.nn.Linear(8, 4)(y), "x", ""),
+    "Linear": (lambda y: bridge.nn.Linear(8, 4)(y), "input", ""),
     "QuantizedLinear": (lambda y: bridge.nn.QuantizedLinear(8, 4)(y), "x", ""),
     "GatedMLP": (lambda y: bridge.nn.GatedMLP(8, 4)(y), "x", ""),
     "RMSNorm": (lambda y: bridge.nn.RMSNorm((4, 8))(y), "x", ""),
