@@ -207,7 +207,7 @@ def _is_there(x: torch.Tensor | None) -> bool:
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    if x.is_contiguous() and not x.is_neg() and not x.is_conj():
+    if x.is_contiguous() and not x.is_neg() and not x.is_conj() and not x._is_zerotensor():
         return x  # the chain checks the alignment
     return dlpack.readable(x)
 

@@ -304,14 +304,16 @@ def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if JAX can read its memory as it is, else a copy.
 
-    JAX reads contiguous tensors that are not lazily conjugated or negated. Their address must be a multiple of 256
-    bytes on a GPU, of 64 on a CPU.
+    JAX reads contiguous tensors that have memory, and are not lazily conjugated or negated. Their address must be a
+    multiple of 256 bytes on a GPU, of 64 on a CPU.
     """
     # DLPack lacks the bits for lazy conjugation and negation: JAX would read the wrong sign.
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
+    if tensor._is_zerotensor():  # autograd makes these zeros without memory
+        tensor = tensor.clone()
     # JAX accepts some permutations, but compiles a program for each.
     tensor = tensor.contiguous()
     if tensor.data_ptr() % _ALIGNMENT[tensor.device.type]:

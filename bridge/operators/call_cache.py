@@ -138,7 +138,8 @@ class CallCache:
         """Caches a call, so that `lookup` returns it for equal statics and tensors with equal properties.
 
         make: returns the call to cache, or None to cache nothing. Caches nothing under PyTorch's modes, or if a tensor
-        is not contiguous, is batched, is on the meta device, or is of a subclass other than torch.nn.Parameter.
+        is not contiguous, has no memory, is batched, is on the meta device, or is of a subclass other than
+        torch.nn.Parameter.
 
         masks: the Masks whose ids are in the statics. The cached call is dropped when one of the Masks dies. So it
         keeps no Mask alive, and no later Mask with the same id can match it. `lookup` does not return the call if a
@@ -147,6 +148,8 @@ class CallCache:
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return
         if not all(x.is_contiguous() and not x.is_meta and not torch_internals.is_batched(x) for x in tensors):
+            return
+        if any(x._is_zerotensor() for x in tensors):
             return
         key = _key(statics, tensors)
         call = None if key is None else make()

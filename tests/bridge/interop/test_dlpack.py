@@ -91,9 +91,12 @@ OPS = {
 def test_ops_do_not_advise_x64(name):
     """The library's own functions have no float64 with jax_enable_x64 either."""
     call = OPS[name]
-    with pytest.raises(TypeError, match=r"^x: got dtype torch\.float64, want at most 32 bits; cast it first, with"):
+    with pytest.raises(TypeError, match=r"^(x|input): got dtype torch\.float64, want at most 32 bits; cast it"):
         call()
-    with jax.enable_x64(True), pytest.raises(TypeError, match=r"^x: got dtype float64|, want x's dtype float64$"):
+    with (
+        jax.enable_x64(True),
+        pytest.raises(TypeError, match=r"^x: got dtype float64|, want (x|input)'s dtype float64$"),
+    ):
         call()
 
 
@@ -293,3 +296,16 @@ def test_capture_is_refused_before_jax_runs(monkeypatch):
     with pytest.raises(RuntimeError, match="a JAX function cannot be captured in a CUDA graph"):
         execute._through_jax(lambda *_: called.append(1), [True], [tensor], None)
     assert not called
+
+
+def test_zeros_without_memory():
+    """PyTorch's zero tensors have the address 0, which a program would read; a cached call must not take them."""
+    zeros = torch._efficientzerotensor
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, 4)
+    query = torch.randn(1, 5, 2, 8, requires_grad=True)
+    for _ in range(3):
+        assert not bridge.matmul(zeros((3, 8)), w).any()
+        assert bridge.matmul(x.detach(), w).any()
+        assert not torch.autograd.grad(bridge.matmul(x, w, activation="silu"), x, zeros((3, 4)))[0].any()
+        assert not bridge.flash_attention(*[zeros((1, 5, 2, 8))] * 3).any()
+        assert not torch.autograd.grad(bridge.flash_attention(*[query] * 3), query, zeros((1, 5, 2, 8)))[0].any()
