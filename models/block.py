@@ -85,7 +85,7 @@ class Block(nnx.Module):
         if isinstance(self.mlp, MixtureOfExperts):
             x, routing = self.mlp.with_routing(normed, residual=x)
             return x, cache, routing
-        is_op = isinstance(self.mlp, GatedMLP) and self.mlp.gate_proj.precision is None
+        is_op = isinstance(self.mlp, GatedMLP) and self.mlp.is_one_op and self.mlp.gate_proj.precision is None
         if self.attention.shares_tokens and is_op and cache is None:  # with a cache the tokens are not sharded
             return self._mlp_over_devices(normed, x), cache, None
         return self.mlp(normed, residual=x), cache, None

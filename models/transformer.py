@@ -15,6 +15,7 @@ from jax_kernels.models.config import TransformerConfig, check_kind
 from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.layers.attention import KVCache
 from jax_kernels.models.layers.delayed_scaling import AmaxHistory, recording
+from jax_kernels.models.layers.linear import computes_its_kernel
 from jax_kernels.models.layers.normalization import RMSNorm
 from jax_kernels.models.layers.quantized import QuantizedLinear, QuantizedWeight
 from jax_kernels.models.layers.routing import ExpertBias, Routing
@@ -469,7 +470,9 @@ class Transformer(nnx.Module):
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """The head's logits, float32 [B, T, vocab_size], from the final norm's result."""
-        if not self.config.tie_embeddings and isinstance(self.head, QuantizedLinear):
+        if not self.config.tie_embeddings and not _computes_its_kernel(self.head):
+            logits = self.head(x).astype(jnp.float32)
+        elif not self.config.tie_embeddings and isinstance(self.head, QuantizedLinear):
             logits = matmul(x, self.head.kernel, out_dtype=jnp.float32, implementation=self.head.implementation)
         else:
             kernel = self.embed[...].T if self.config.tie_embeddings else self._head_kernel(x.dtype)
@@ -480,9 +483,24 @@ class Transformer(nnx.Module):
     def _head_kernel(self, dtype: Any) -> jax.Array:
         """The head's matrix [model_dim, vocab_size]. A low-bit matrix is dequantised to dtype; others keep their
         dtype.
+
+        Raises NotImplementedError for a head that is more than a matmul with its kernel, such as an nnx.LoRA.
         """
+        if not _computes_its_kernel(self.head):
+            got = f"a {type(self.head).__name__} with a bias, an activation, a precision or a call of its own"
+            want = "an nnx.Linear or QuantizedLinear without them: the loss reads only the kernel"
+            raise NotImplementedError(f"head: got {got}, want {want}")
         is_quantized = isinstance(self.head, QuantizedLinear)
         return dequantize(self.head.kernel, dtype) if is_quantized else self.head.kernel[...]
+
+
+def _computes_its_kernel(head: Any) -> bool:
+    """Whether a call of the head is only a matmul with head.kernel, in the dtype of x."""
+    if type(head).__call__ is nnx.Linear.__call__:
+        return head.bias is None
+    if type(head).__call__ is QuantizedLinear.__call__:
+        return head.bias is None and head.activation is None
+    return computes_its_kernel(head) and head.precision is None
 
 
 def flat_parameters(model: nnx.Module | nnx.State) -> dict[str, np.ndarray]:

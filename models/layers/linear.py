@@ -23,7 +23,7 @@ from jax_kernels.ops.matmul.checks import PRECISIONS, checked_activation
 from jax_kernels.plain_numbers import plain_arguments
 from jax_kernels.tracing.derivatives import in_both_modes
 
-__all__ = ["GatedMLP", "Linear", "shared_projections"]
+__all__ = ["GatedMLP", "Linear", "computes_its_kernel", "shared_projections"]
 
 
 class Linear(nnx.Linear):
@@ -134,6 +134,16 @@ class Linear(nnx.Linear):
         return self.precision == "fp8" and self.bias is None and self.activation is None and self._is_plain
 
 
+def computes_its_kernel(layer: Any) -> bool:
+    """Whether a call of the layer is only a matmul with layer.kernel, so that the call may be left out.
+
+    False with a bias, an activation or an option of nnx's, and for other modules, such as nnx.LoRALinear.
+    """
+    if type(layer).__call__ is not Linear.__call__:
+        return False
+    return layer.bias is None and layer.activation is None and layer._is_plain
+
+
 def shared_projections(modules: Sequence[nnx.Linear], x: jax.Array) -> tuple[jax.Array, ...]:
     """(module(x) for each module), where x is rounded to 8 bits once for modules of one kind.
 
@@ -233,7 +243,8 @@ def _check_options(options: dict[str, Any], precision: Any) -> None:
 class GatedMLP(nnx.Module):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), by the op mlp, or by gated_matmul and matmul.
 
-    The op mlp runs with precision None, "fp32" and "tf32".
+    The op mlp runs with precision None, "fp32" and "tf32". A projection that was replaced by another module, such as an
+    nnx.LoRA, or that was given a bias, is called by itself.
 
     Parameters: gate_proj.kernel and up_proj.kernel [in_features, hidden_features], down_proj.kernel [hidden_features,
     in_features].
@@ -283,17 +294,18 @@ class GatedMLP(nnx.Module):
         x: [..., in_features]. residual: like x, or None. The result has the dtype of the computation. If the module has
         no dtype of its own, the result has the promoted dtype of the computation and residual.
         """
-        of = self.gate_proj
+        of, down = self.gate_proj, self.down_proj
+        if not self._has_one_kind(self.gate_proj, self.up_proj):
+            return self._after(self._gated(x), residual)
         weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]
         x, gate, up = _promoted(of, x, *weights)
-        if of.precision in mlp_op.PRECISIONS:
-            down = self.down_proj.kernel[...].astype(x.dtype)
-            residual = _residual(of, residual, x, self.down_proj.out_features)
+        if self.is_one_op:
+            residual = _residual(of, residual, x, down.out_features)
             wide = residual if residual is not None and residual.dtype != x.dtype else None  # mlp has no out_dtype
             out = mlp_op.mlp(
                 x,
                 up,
-                down,
+                down.kernel[...].astype(x.dtype),
                 w_gate=gate,
                 activation=self.activation,
                 residual=residual if wide is None else None,
@@ -306,7 +318,7 @@ class GatedMLP(nnx.Module):
             options = {"activation": self.activation}
             outs = _recorded((of, self.up_proj), fp8_shared.delayed_matmul, x, gate, up, **options)
             if outs is not None:
-                return self.down_proj(outs[0], residual=residual)
+                return self._after(outs[0], residual)
             scales["x_scale"] = delayed_scale(of.x_history, x)
             scales["w_gate_scale"] = delayed_scale(of.kernel_history, gate)
             scales["w_up_scale"] = delayed_scale(self.up_proj.kernel_history, up)
@@ -321,4 +333,33 @@ class GatedMLP(nnx.Module):
             implementation=of.implementation,
             **scales,
         )
-        return self.down_proj(hidden, residual=residual)
+        return self._after(hidden, residual)
+
+    @property
+    def is_one_op(self) -> bool:
+        """Whether the module calls the op mlp with the three kernels, and calls no projection."""
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        return self._has_one_kind(*layers) and self.gate_proj.precision in mlp_op.PRECISIONS
+
+    @staticmethod
+    def _has_one_kind(*layers: Any) -> bool:
+        """Whether the layers' kernels may be read instead of calling the layers, with equal options."""
+        options = lambda of: (of.precision, of.scaling, of.fp8_scaling, of.implementation, of.dtype)
+        return all(computes_its_kernel(layer) and options(layer) == options(layers[0]) for layer in layers)
+
+    def _gated(self, x: jax.Array) -> jax.Array:
+        """activation(gate_proj(x)) * up_proj(x), in the wider dtype of the two."""
+        activation = checked_activation(self.activation)
+        assert activation is not None
+        gate, up = activation(self.gate_proj(x)), self.up_proj(x)
+        wide = jax.numpy.promote_types(gate.dtype, up.dtype)
+        return gate.astype(wide) * up.astype(wide)
+
+    def _after(self, hidden: jax.Array, residual: jax.Array | None) -> jax.Array:
+        """down_proj(hidden) + residual."""
+        if residual is None or isinstance(self.down_proj, Linear):
+            return self.down_proj(hidden) if residual is None else self.down_proj(hidden, residual=residual)
+        out = self.down_proj(hidden)
+        residual = checked_residual(residual, out.shape, "the result's")
+        wide = jax.numpy.promote_types(out.dtype, residual.dtype)
+        return out.astype(wide) + residual.astype(wide)
