@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import operator
+import types
 import weakref
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class FlexAttention(torch.nn.Module):
     """Attention with a fixed mask pattern, for tensors of any shape: out = module(query, key, value), with gradients.
 
     The first call of a shape calls bridge.compile_attention and keeps its result, so the pattern's blocks are listed
-    once. The module has no parameters.
+    once. The module has no parameters. Its attributes pattern, options and implementation may be assigned: later calls
+    use them. The attribute options is a read-only mapping.
 
     Args:
       pattern: a name of bridge.masks.preset, such as "causal", "sliding_window", "global_local", "longformer",
@@ -64,12 +66,10 @@ class FlexAttention(torch.nn.Module):
         _check_pattern(pattern)
         if not (implementation is None or isinstance(implementation, str)):
             raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
+        self._in_graphs: dict[tuple[int, _Shape, torch.device], Mask] = {}  # keep-alive for graphs of torch.compile
         self.pattern = pattern
         self.options = options if window is None else options | _windows(pattern, window)
         self.implementation = implementation
-        self._kept: dict[tuple[_Shape, torch.device], CompiledAttention] = {}
-        self._in_graphs: dict[tuple[_Shape, torch.device], Mask] = {}  # keep-alive for graphs of torch.compile
-        self._number = self._registered()
         if isinstance(pattern, str):
             preset_mask(pattern, 1024, 1024, self.options)  # raises the errors of a call
         elif self.options:
@@ -100,15 +100,22 @@ class FlexAttention(torch.nn.Module):
         """
         return self._compiled(_Shape(*_sizes_of(query, key)), query.device)
 
-    def _registered(self) -> int:
-        """Registers the module under a new number. Returns the number.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "options":
+            value = types.MappingProxyType(dict(value))
+        super().__setattr__(name, value)
+        if name in ("pattern", "options", "implementation"):
+            self._start()
 
-        torch.compile calls `_made` with constants only, so `_made` finds the module by this number. The registry does
-        not keep the module alive.
+    def _start(self) -> None:
+        """Drops the kept CompiledAttentions, and registers the module under a new number.
+
+        torch.compile calls `_made` with constants only, so `_made` finds the module by this number, and a graph that
+        has another number is not used again. The registry does not keep the module alive.
         """
-        number = next(_NUMBERS)
-        _MODULES[number] = self
-        return number
+        self._kept: dict[tuple[_Shape, torch.device], CompiledAttention] = {}
+        self._number = next(_NUMBERS)
+        _MODULES[self._number] = self
 
     def _in_graph(self, shape: "_Shape", device: torch.device) -> tuple[int, str]:
         """Returns (id() of the prepared Mask, the implementation's name) of calls of this shape in a graph.
@@ -117,7 +124,7 @@ class FlexAttention(torch.nn.Module):
         shapes.
         """
         made = self._compiled(shape, device)
-        mask = self._in_graphs.setdefault((shape, device), made.prepared_mask)
+        mask = self._in_graphs.setdefault((self._number, shape, device), made.prepared_mask)
         return id(mask), made.plan.implementation
 
     def _compiled(self, shape: "_Shape", device: torch.device) -> CompiledAttention:
@@ -143,11 +150,12 @@ class FlexAttention(torch.nn.Module):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": {}, "_in_graphs": {}}  # the copy makes them again
+        # The copy makes _kept and _in_graphs again; a read-only mapping cannot be copied.
+        return self.__dict__ | {"_kept": {}, "_in_graphs": {}, "options": dict(self.options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._number = self._registered()
+        self.options = self.options
 
     def extra_repr(self) -> str:
         return ", ".join([repr(self.pattern), *(f"{name}={x!r}" for name, x in self.options.items())])

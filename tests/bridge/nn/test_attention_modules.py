@@ -183,6 +183,25 @@ def test_flex_attention_in_one_graph(options, make_qkv):
         torch.testing.assert_close(torch.compile(other, fullgraph=True, backend="aot_eager")(*inputs), want)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_flex_attention_with_other_attributes(is_compiled, make_qkv):
+    """Attributes that are assigned after a call, also of a compiled module or a copy, hold for the next call."""
+    torch.compiler.reset()  # a function has at most 8 graphs
+    inputs = make_qkv(length=24)
+    module = copy.deepcopy(bridge.nn.FlexAttention("sliding_window", 3))
+    call = torch.compile(module, fullgraph=True, backend="aot_eager") if is_compiled else module
+    call(*inputs)
+    module.options = {"left": 1, "right": 0}
+    torch.testing.assert_close(call(*inputs), bridge.nn.FlexAttention("sliding_window", (1, 0))(*inputs))
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        module.options["left"] = 2
+    module.pattern, module.options = masks.causal(), {}
+    torch.testing.assert_close(call(*inputs), bridge.nn.FlexAttention("causal")(*inputs))
+    module.implementation = "mosaic"
+    with pytest.raises(ValueError, match="implementation: got 'mosaic'"):
+        module(*inputs)
+
+
 def test_flex_attention_on_meta():
     query, key, value = (torch.empty(2, 24, heads, 8, device="meta", requires_grad=True) for heads in (4, 2, 2))
     out = bridge.nn.FlexAttention("sliding_window", 3)(query, key, value)
