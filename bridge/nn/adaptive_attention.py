@@ -132,8 +132,10 @@ class AdaptiveAttention(torch.nn.Module):
         """
         source = x if context is None else context
         name_of_source = "x" if context is None else "context"
+        # A layer of another class, such as a QuantizedLinear, may take other dtypes than its weight's.
+        is_plain = getattr(type(self.q_proj), "forward", None) is torch.nn.Linear.forward
         for name, given, width in (("x", x, self.dim), (name_of_source, source, self.context_dim)):
-            check_input(name, given, self.q_proj.weight)
+            check_input(name, given, self.q_proj.weight if is_plain else None)
             check_dense(name, given)
             if given.ndim != 3 or given.shape[-1] != width:
                 raise ValueError(f"{name}: got shape {tuple(given.shape)}, want [batch, length, {width}]")

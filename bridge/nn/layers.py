@@ -23,6 +23,7 @@ __all__ = [
     "check_input",
     "computes_its_weight",
     "empty_attention",
+    "has_global_hooks",
     "has_hooks",
     "keeping_dtype",
     "positive",
@@ -70,13 +71,20 @@ def has_hooks(layer: torch.nn.Module) -> bool:
     return any(getattr(layer, name, None) for name in _HOOKS) or "forward" in vars(layer)
 
 
+def has_global_hooks() -> bool:
+    """Whether hooks run in the calls of all modules, as torch.nn.modules.module.register_module_forward_hook adds."""
+    return any(getattr(torch.nn.modules.module, f"_global{name}", None) for name in _HOOKS)
+
+
 def computes_its_weight(layer: Any, *classes: type[torch.nn.Module]) -> bool:
     """Whether a call of a linear layer is only a matmul with layer.weight, so that the call may be left out.
 
-    False with a bias, an activation or hooks (of pruning, FSDP, ...), and for a forward of another class than these
-    (of a LoRA layer, ...). Subclasses with one of the forwards count, as a parametrized layer's.
+    False with a bias, an activation or hooks (of pruning, FSDP, ..., or of all modules), and for a forward of another
+    class than these (of a LoRA layer, ...). Subclasses with one of the forwards count, as a parametrized layer's.
     """
-    if getattr(type(layer), "forward", None) not in [kind.forward for kind in classes] or has_hooks(layer):
+    if getattr(type(layer), "forward", None) not in [kind.forward for kind in classes]:
+        return False
+    if has_hooks(layer) or has_global_hooks():
         return False
     return layer.bias is None and getattr(layer, "activation", None) is None
 

@@ -1,6 +1,7 @@
 """Multi-head dilated attention as a PyTorch module."""
 
 import contextlib
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch.nn import functional
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack, planning_device
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
-from jax_kernels.bridge.jax_functions.argument_checks import check_float_dtype, check_tensors
+from jax_kernels.bridge.jax_functions.argument_checks import FLOATS, check_float_dtype, check_tensors
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.nn.layers import check_flags, empty_attention, positive
 from jax_kernels.bridge.ops import symbolic_trace
@@ -203,11 +204,12 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.q_proj.weight.dtype
+        found = (x.dtype for x in self.parameters() if x.dtype in FLOATS)
+        return next(found, torch.get_default_dtype())  # low-bit weights without a bias have no parameters
 
     @property
     def device(self) -> torch.device:
-        return self.q_proj.weight.device
+        return next(itertools.chain(self.parameters(), self.buffers())).device
 
     @property
     def _implementation(self) -> str | None:

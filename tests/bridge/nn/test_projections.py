@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations, prune
 
+from jax_kernels import bridge
 from jax_kernels.bridge import nn
 from jax_kernels.models import TransformerConfig
 
@@ -100,6 +101,53 @@ def test_activations_of_a_changed_projection(activation):
     torch.testing.assert_close(other(X.bfloat16()), want, rtol=2e-2, atol=2e-2)
     compiled = torch.compile(other, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(X.bfloat16()), other(X.bfloat16()), rtol=0, atol=0)
+
+
+def test_hooks_of_all_modules():
+    """A hook of all modules runs in the calls of a GatedMLP's projections."""
+    mlp = nn.GatedMLP(8, 6)
+    want, seen = mlp(X), []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(module))
+    try:
+        torch.testing.assert_close(mlp(X), want, rtol=1e-5, atol=1e-5)
+    finally:
+        handle.remove()
+    assert {*seen} == {*mlp.modules()}
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
+@pytest.mark.parametrize(
+    ("cls", "arguments"), [(nn.AdaptiveAttention, (8, 2)), (nn.MultiheadDilatedAttention, (8, 2, [4], [1]))]
+)
+def test_changed_projection_of_attention(cls, arguments, name):
+    """A module of attention needs no weight of a projection, and gets the result of its call."""
+    torch.manual_seed(0)
+    module = cls(*arguments)
+    plain, base = copy.deepcopy(module), getattr(module, name)
+    twice = torch.nn.Sequential(base, torch.nn.Linear(8, 8))
+    setattr(module, name, twice)
+    with torch.no_grad():
+        getattr(plain, name).weight.copy_(twice[1].weight @ base.weight)
+        getattr(plain, name).bias.copy_(twice[1](base.bias))
+    torch.testing.assert_close(module(X[None]), plain(X[None]), rtol=1e-5, atol=1e-5)
+    if cls is nn.MultiheadDilatedAttention:
+        got, want = ((x.device, x.dtype, x.attention_backend) for x in (module.bfloat16(), plain.bfloat16()))
+        assert got == want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_low_bit_weights(dtype):
+    x = torch.randn(1, 3, 128)
+    for cls, *arguments in ((nn.AdaptiveAttention, 128, 2), (nn.MultiheadDilatedAttention, 128, 2, [4], [1])):
+        module = cls(*arguments)
+        low = bridge.quantize_weights(copy.deepcopy(module), "int8").to(dtype)
+        with torch.no_grad():
+            for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+                getattr(module, name).weight.copy_(bridge.dequantize(getattr(low, name).weight, torch.float32))
+        bound = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(low(x.to(dtype)).float(), module(x), rtol=bound, atol=bound)
+        assert getattr(low, "dtype", dtype) == dtype
+        assert getattr(low, "attention_backend", "xla") == "xla"
 
 
 @pytest.mark.parametrize("name", NAMES)
