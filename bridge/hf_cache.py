@@ -29,6 +29,7 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._rooms: dict[str, torch.Tensor] = {}
+        self._written: dict[str, int] = {}  # the number of tokens that each of them has had
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
@@ -62,7 +63,11 @@ class GrowingLayer(DynamicLayer):
             if length:
                 room[:, :, :length].copy_(x)
             self._rooms[name] = room
-        room.narrow(2, length, new.shape[2]).copy_(new)
+            self._written[name] = length
+        # A write to room.data is not counted as a change of the old tokens, which a backward may have kept.
+        target = room.data if length >= self._written[name] else room
+        target.narrow(2, length, new.shape[2]).copy_(new)
+        self._written[name] = max(total, self._written[name])
         return room.narrow(2, 0, total)
 
 

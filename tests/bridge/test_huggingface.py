@@ -129,6 +129,26 @@ def test_cache_continues_in_another_grad_mode(first, then, reference):
         torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=0)
 
 
+def test_growing_cache_with_gradients_of_queries_alone():
+    """A backward through several calls, where the first layer's keys need no gradient, as under LoRA of queries."""
+    model = both("llama")[1]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    tokens, parameters = tokens_and_mask("none")[0], [x for x in model.parameters() if x.requires_grad]
+    gradients = []
+    for cache in (transformers.DynamicCache(config=model.config), bridge.huggingface.growing_cache(model)):
+        steps = tokens[:, :5], tokens[:, 5:]
+        loss = sum(model(x, past_key_values=cache).logits.square().mean() for x in steps)
+        gradients.append(torch.autograd.grad(loss, parameters))
+    torch.testing.assert_close(*gradients)
+    cache = bridge.huggingface.growing_cache(model.config)
+    out = model(tokens[:, :9], past_key_values=cache).logits
+    cache.crop(-4)
+    model(tokens[:, 9:], past_key_values=cache)  # writes over tokens that the first call's backward needs
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_generate_with_spare_capacity(name):
     theirs, ours = both(name)
