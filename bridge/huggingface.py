@@ -11,7 +11,7 @@ import torch
 
 from jax_kernels.bridge.hf_attention import attention, attention_mask
 from jax_kernels.bridge.hf_experts import experts
-from jax_kernels.bridge.nn.layers import computes_its_weight
+from jax_kernels.bridge.nn.layers import computes_its_weight, has_global_hooks, has_hooks
 from jax_kernels.bridge.nn.linear import Linear
 from jax_kernels.bridge.ops.cross_entropy import linear_cross_entropy
 
@@ -38,6 +38,8 @@ _LINEAR_HEADS = (
     *("gemma", "gemma2", "gpt_oss", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi3", "qwen2", "qwen3"),
     "qwen3_moe",
 )
+# Arguments of a model's call, or of its loss, that do not reach the decoder.
+_OF_HEAD = ("ignore_index", "logits_to_keep", "shift_labels")
 
 
 def register(name: str = NAME) -> str:
@@ -131,7 +133,8 @@ def causal_lm_loss(
     """Returns the loss of a causal language model, model(labels=labels, **inputs).loss, without the logits of all
     tokens.
 
-    The decoder runs as usual; linear_cross_entropy replaces the head and the loss.
+    The decoder, model.base_model, runs as usual; linear_cross_entropy replaces the head and the loss. The model itself
+    is not called.
 
     Args:
       model: a transformers.PreTrainedModel with a linear head. If the config has final_logit_softcapping, it caps the
@@ -146,8 +149,9 @@ def causal_lm_loss(
 
     Raises:
       TypeError: model is no PreTrainedModel.
-      NotImplementedError: the model is of another type, or its head has a bias, hooks, or a forward other than
-        torch.nn.Linear's.
+      NotImplementedError: the model is of another type, has hooks, another loss_function, or a forward other than
+        transformers'; or its head has a bias, hooks, or a forward other than torch.nn.Linear's; or inputs has
+        ignore_index, shift_labels or logits_to_keep.
     """
     register()
     from transformers import PreTrainedModel
@@ -164,7 +168,8 @@ def causal_lm_loss(
     if not computes_its_weight(head, torch.nn.Linear, Linear) and not has_accelerates_hook:
         got = f"a head of {type(head).__name__} with hooks or a forward of its own"
         raise NotImplementedError(f"model: got {got}, want torch.nn.Linear's: only the head's weight is read")
-    outputs = model.base_model(**inputs | _asked_router_logits(model, inputs))
+    _check_call(model, inputs)
+    outputs = model.base_model(**inputs | _asked_router_logits(model, inputs) | {"return_dict": True})
     hidden = outputs.last_hidden_state
     targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].to(hidden.device)
     loss = linear_cross_entropy(
@@ -180,6 +185,28 @@ def causal_lm_loss(
     if getattr(outputs, "router_logits", None) is None:
         return loss
     return loss + model.router_aux_loss_coef * _balance_loss(model, outputs, inputs).to(loss.device)
+
+
+def _check_call(model: Any, inputs: dict[str, Any]) -> None:
+    """Raises NotImplementedError if a call of the model would do more than its decoder, its head and the usual loss.
+
+    Removes the arguments of the head from inputs.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    for name in _OF_HEAD:
+        given = inputs.pop(name, None)
+        is_all = name == "logits_to_keep" and isinstance(given, int) and given == 0
+        if given is not None and not is_all:
+            raise NotImplementedError(f"{name}: got one, want None: the loss of all labels is computed")
+    has_accelerates_hook = hasattr(model, "_hf_hook")  # it moves tensors
+    is_theirs = type(model).forward.__module__.startswith("transformers.models.")
+    if not is_theirs or has_global_hooks() or (has_hooks(model) and not has_accelerates_hook):
+        got = f"a {type(model).__name__} with hooks or a forward of its own"
+        raise NotImplementedError(f"model: got {got}, want transformers': only the decoder is called")
+    if model.loss_function is not ForCausalLMLoss:
+        got = getattr(model.loss_function, "__name__", repr(model.loss_function))
+        raise NotImplementedError(f"model.loss_function: got {got}, want transformers' ForCausalLMLoss")
 
 
 def _asked_router_logits(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -175,3 +175,43 @@ def test_causal_lm_loss_refuses_changed_heads():
     head.__class__ = own
     with pytest.raises(NotImplementedError, match="model: got a head of LoraLinear with"):
         huggingface.causal_lm_loss(model, labels, input_ids=labels)
+
+
+def _hooked(model):
+    model.register_forward_pre_hook(lambda module, args: None)
+
+
+def _own_forward(model):
+    forward = model.forward
+    model.forward = lambda *args, **options: forward(*args, **options)
+
+
+def _subclass(model):
+    model.__class__ = type("Own", (type(model),), {"forward": lambda self, **options: None})
+
+
+def _own_loss(model):
+    model.loss_function = lambda logits, labels, **options: logits.sum()
+
+
+@pytest.mark.parametrize("change", [_hooked, _own_forward, _subclass, _own_loss], ids=lambda x: x.__name__.strip("_"))
+def test_causal_lm_loss_refuses_changed_models(change):
+    """The decoder is called, not the model: the model's hooks, its forward and its loss would be lost."""
+    labels = torch.ones(1, 4, dtype=torch.int64)
+    model = model_of("Llama")
+    change(model)
+    with pytest.raises(NotImplementedError, match=r"^model(: got a (LlamaForCausalLM|Own) with|.loss_function: got )"):
+        huggingface.causal_lm_loss(model, labels, input_ids=labels)
+
+
+def test_inputs_of_causal_lm_loss():
+    """Arguments of the model's head or loss are refused; a config without ModelOutputs does not matter."""
+    labels = torch.ones(1, 4, dtype=torch.int64)
+    model = model_of("Llama")
+    want = model(labels, labels=labels).loss
+    for name, x in (("ignore_index", 1), ("shift_labels", labels), ("logits_to_keep", 2)):
+        with pytest.raises(NotImplementedError, match=f"^{name}: got one"):
+            huggingface.causal_lm_loss(model, labels, input_ids=labels, **{name: x})
+    model.config.return_dict = False
+    got = huggingface.causal_lm_loss(model, labels, input_ids=labels, logits_to_keep=0)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
