@@ -19,7 +19,8 @@ from jax_kernels.bridge.ops.matmul import (
     taken_precision,
     without_gradient,
 )
-from jax_kernels.bridge.translate.activations import Activation, is_kept, name_of, with_functions
+from jax_kernels.bridge.translate.activations import Activation, name_of, with_functions
+from jax_kernels.bridge.translate.snapshots import key_of
 from jax_kernels.ops.checks import check_flags
 from jax_kernels.ops.grouped import grouped_matmul as ops
 from jax_kernels.quantization import QuantizedArray, checked_scale, scale_shape
@@ -122,7 +123,7 @@ def grouped_matmul(
     group_sizes, gather_indices = in_int32(group_sizes), in_int32(gather_indices)
     call = _grouped_matmul.lookup(
         (x, w, group_sizes, bias, x_scale, w_scale, gather_indices),
-        (activation, transpose_w, out_dtype, precision, implementation),
+        (key_of(activation), transpose_w, out_dtype, precision, implementation),
     )
     if call and call.cached:
         return call.cached(call.tensors)
@@ -148,7 +149,7 @@ def grouped_matmul(
         return dtensors.on_shards(grouped_matmul, tensors, roles, results, own | {"implementation": implementation})
     x, w, bias = operands_under_autocast(x, w, bias)
     return _grouped_matmul.run(
-        call if is_kept(activation) else None,
+        call,
         x,
         w,
         group_sizes,
@@ -196,7 +197,7 @@ def grouped_gated_matmul(
     group_sizes, gather_indices = in_int32(group_sizes), in_int32(gather_indices)
     call = _grouped_gated_matmul.lookup(
         (x, w_gate, w_up, group_sizes, x_scale, w_gate_scale, w_up_scale, gather_indices),
-        (activation, transpose_w, out_dtype, precision, implementation),
+        (key_of(activation), transpose_w, out_dtype, precision, implementation),
     )
     if call and call.cached:
         return call.cached(call.tensors)
@@ -224,7 +225,7 @@ def grouped_gated_matmul(
         return dtensors.on_shards(grouped_gated_matmul, tensors, roles, ((None, "columns"),), own)
     x, w_gate, w_up = operands_under_autocast(x, w_gate, w_up)
     return _grouped_gated_matmul.run(
-        call if is_kept(activation) else None,
+        call,
         x,
         w_gate,
         w_up,

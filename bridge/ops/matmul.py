@@ -18,7 +18,8 @@ from jax_kernels.bridge.jax_functions.argument_checks import (
 )
 from jax_kernels.bridge.jax_functions.argument_names import under_names
 from jax_kernels.bridge.ops.quantization import Facts, QuantizedTensor, Stored, on_stored, stored
-from jax_kernels.bridge.translate.activations import Activation, applied, is_kept, name_of, with_functions
+from jax_kernels.bridge.translate.activations import Activation, applied, name_of, with_functions
+from jax_kernels.bridge.translate.snapshots import key_of
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
 from jax_kernels.quantization import check_scaling
@@ -105,7 +106,7 @@ def matmul(
     """
     call = _matmul.lookup(
         (x, *_parts(w), bias, residual, x_scale, w_scale),
-        (activation, transpose_w, out_dtype, precision, scaling, implementation),
+        (key_of(activation), transpose_w, out_dtype, precision, scaling, implementation),
     )
     if call and call.cached:
         return call.cached(call.tensors)
@@ -125,7 +126,7 @@ def matmul(
     x, w, bias = operands_under_autocast(x, w, bias)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _matmul.run(
-        call if is_kept(activation) else None,
+        call,
         x,
         _argument("w", w),
         bias=bias,
@@ -166,7 +167,7 @@ def gated_matmul(
     """
     call = _gated_matmul.lookup(
         (x, *_parts(w_gate), *_parts(w_up), residual, x_scale, w_gate_scale, w_up_scale),
-        (activation, transpose_w, out_dtype, precision, scaling, implementation),
+        (key_of(activation), transpose_w, out_dtype, precision, scaling, implementation),
     )
     if call and call.cached:
         return call.cached(call.tensors)
@@ -187,7 +188,7 @@ def gated_matmul(
     x, w_gate, w_up = operands_under_autocast(x, w_gate, w_up)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _gated_matmul.run(
-        call if is_kept(activation) else None,
+        call,
         x,
         _argument("w_gate", w_gate),
         _argument("w_up", w_up),
@@ -234,7 +235,8 @@ def mlp(
       precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision.
     """
     call = _mlp.lookup(
-        (x, w_up, w_down, w_gate, bias_up, bias_down, residual), (activation, transpose_w, precision, implementation)
+        (x, w_up, w_down, w_gate, bias_up, bias_down, residual),
+        (key_of(activation), transpose_w, precision, implementation),
     )
     if call and call.cached:
         return call.cached(call.tensors)
@@ -248,7 +250,7 @@ def mlp(
     residual, out_dtype = _with_wide_residual(x, residual, None)
     wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype
     out = _mlp.run(
-        call if wide is None and is_kept(activation) else None,
+        call if wide is None else None,
         x,
         w_up,
         w_down,
@@ -354,10 +356,10 @@ def _takes_tf32() -> bool:
 
 def activate(x: torch.Tensor, activation: str | Activation) -> torch.Tensor:
     """Returns activation(x), elementwise, in x's dtype, with its gradient. activation: as in bridge.matmul."""
-    call = _activate.lookup((x,), (activation,))
+    call = _activate.lookup((x,), (key_of(activation),))
     if call and call.cached:
         return call.cached(call.tensors)
-    return _activate.run(call if is_kept(activation) else None, x, activation=name_of(activation))
+    return _activate.run(call, x, activation=name_of(activation))
 
 
 class MatmulOptions(TypedDict, total=False):

@@ -4,8 +4,7 @@ torch.compile can make a constant of a name, and programs are cached by it.
 """
 
 import functools
-import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +14,10 @@ import torch
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.keyed_cache import unique_name
-from jax_kernels.bridge.translate import function_identity, score_mods, torch_to_jnp
+from jax_kernels.bridge.translate import score_mods, snapshots, torch_to_jnp
 from jax_kernels.ops.activations import ACTIVATIONS
 
-__all__ = ["Activation", "applied", "is_kept", "name_of", "with_functions"]
+__all__ = ["Activation", "applied", "name_of", "with_functions"]
 
 type Activation = Callable[[torch.Tensor], torch.Tensor] | Callable[[jax.Array], jax.Array]
 
@@ -31,7 +30,7 @@ _OWN: dict[Activation, str] = {
 }
 _MOST = 4096
 _FUNCTIONS: dict[str, Activation] = {}
-_NAMES: dict[Hashable, str] = {}  # by the result of _key
+_NAMES: dict[Activation, str] = {}  # by the snapshot
 _WANT = "want a name, or an elementwise function of one tensor, or of one jax.Array"
 
 
@@ -57,47 +56,14 @@ def name_of(activation: str | Activation | None) -> str | None:
         return own
     if score_mods.split_tensors(activation, "activation") is not None:
         raise TypeError(f"activation: got {_text(activation)}, which reads a torch.Tensor, {_WANT}")
-    first = (
-        function_identity.canonical_function(activation) if isinstance(activation, types.FunctionType) else activation
-    )
-    key = _key(first)
-    name = _NAMES.get(key)
+    first = snapshots.snapshot(activation)
+    name = _NAMES.get(first)
     if name is None or name not in _FUNCTIONS:
         name = unique_name("activation")
-        _FUNCTIONS[name], _NAMES[key] = first, name
+        _FUNCTIONS[name], _NAMES[first] = first, name
         drop_oldest(_FUNCTIONS, _MOST)
         drop_oldest(_NAMES, _MOST)
     return name
-
-
-def _key(function: Any) -> Hashable:
-    """A key for _NAMES that equal activations share.
-
-    Partials are equal if they have one function and equal constants; PyTorch's activation modules if they have one
-    class and equal settings. For other functions it is the function itself.
-    """
-    if isinstance(function, functools.partial):
-        given = *function.args, *function.keywords.values()
-        if all(isinstance(x, bool | int | float | str | None) for x in given):
-            return function.func, repr((function.args, sorted(function.keywords.items())))
-    if type(function).__module__ == torch.nn.modules.activation.__name__ and not list(function.parameters()):
-        return type(function), repr(function)
-    return function
-
-
-def is_kept(activation: str | Activation | None) -> bool:
-    """Whether a call with this activation may be cached by the activation's identity.
-
-    True for names, None, and objects that are no plain Python functions. A plain function gives True if name_of stored
-    it, as the first of all equal functions. Others give False, such as a lambda that is made anew for each call, and
-    torch.nn.functional.relu, which has a name of this library. Always True in code that torch.compile traces.
-    """
-    return not isinstance(activation, types.FunctionType) or torch.compiler.is_compiling() or _is_first(activation)
-
-
-def _is_first(function: types.FunctionType) -> bool:
-    """Whether name_of got this function object before all equal functions, so that it is stored."""
-    return _FUNCTIONS.get(_NAMES.get(_key(function_identity.canonical_function(function)), "")) is function
 
 
 def with_functions[Result](op: Callable[..., Result]) -> Callable[..., Result]:

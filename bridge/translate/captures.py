@@ -245,9 +245,11 @@ class _Copier:
         function = method.__func__
         if not isinstance(function, types.FunctionType) or isinstance(method.__self__, type):
             return method
-        owner = self.of(
-            method.__self__, (*path, ("attribute", "__self__")), (*names, *attributes_of(function.__code__))
-        )
+        of_owner = (*path, ("attribute", "__self__")), (*names, *attributes_of(function.__code__))
+        # __call__ reads its own object by attributes.
+        is_call = function is inspect.getattr_static(type(method.__self__), "__call__", None)
+        is_read = is_call and id(method.__self__) not in self.found and _has_attributes(method.__self__, is_called=True)
+        owner = (self._object if is_read else self.of)(method.__self__, *of_owner)
         return types.MethodType(self.of(function, (*path, ("attribute", "__func__")), names), owner)
 
     def _partial(self, partial: functools.partial, path: Path, names: tuple[str, ...]) -> functools.partial:
@@ -331,12 +333,13 @@ def _is_of_library(x: Any) -> bool:
     return (getattr(x, "__module__", None) or "").split(".")[0] in _LIBRARIES
 
 
-def _has_attributes(x: Any) -> bool:
+def _has_attributes(x: Any, *, is_called: bool = False) -> bool:
     """Whether code reads an object by its attributes only, so that a Standin can replace it. Judged by its type.
 
     True for PyTorch's modules, dataclasses, and plain objects without operators; False for an object of PyTorch, JAX,
     NumPy or the builtins, and for one with __eq__, __call__, __getitem__ or the like. Python's modules count by their
-    names: True, except for PyTorch, JAX, NumPy and a few of the standard library, such as math.
+    names: True, except for PyTorch, JAX, NumPy and a few of the standard library, such as math. is_called: whether the
+    code is the object's own __call__, which does not count then.
     """
     if isinstance(x, types.ModuleType):
         return x.__name__.split(".")[0] not in (*_LIBRARIES, *_STANDARD)
@@ -345,7 +348,8 @@ def _has_attributes(x: Any) -> bool:
     kind = type(x)
     if _is_of_library(kind) or kind.__eq__ is not object.__eq__ or kind.__module__ == "builtins":
         return False
-    return not any(name in vars(base) for base in kind.__mro__ for name in _PROTOCOLS)
+    protocols = [name for name in _PROTOCOLS if name != "__call__" or not is_called]
+    return not any(name in vars(base) for base in kind.__mro__ for name in protocols)
 
 
 _STANDARD = ("math", "operator", "functools", "builtins", "itertools")

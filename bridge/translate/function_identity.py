@@ -5,14 +5,13 @@ globals that the code names. Each value must be a number, a string, a tuple of t
 same conditions, or a part of JAX, PyTorch, NumPy or the standard library. Otherwise, and if a function calls itself,
 the function has no twins.
 
-A value that a function reads may change. Functions that are created after the change cannot use programs that were
-traced before it. A copy of the function then represents the twins that read the new values.
+A value that a function reads may change. A copy with the values of its time represents the function and its twins, so
+that a program which is traced again reads the same values, and a function with new values gets another copy.
 """
 
 import dis
 import functools
 import types
-import weakref
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -25,8 +24,6 @@ __all__ = ["Placeholder", "UncomparableFunctionError", "canonical_function", "fu
 
 _MOST = 1024
 _FIRST: dict[Hashable, types.FunctionType] = {}
-# function -> the first key that it had, or None if it had none. Its programs may have read the values of that time.
-_SEEN: weakref.WeakKeyDictionary[types.FunctionType, Hashable] = weakref.WeakKeyDictionary()
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = ("jax", "jaxlib", "numpy", "math", "operator", "functools", "builtins")
 _DYNAMIC = {"globals", "eval", "exec", "vars", "__import__"}  # code with these names may read any value
@@ -46,31 +43,54 @@ class Placeholder(NamedTuple):
 
 
 def canonical_function(function: types.FunctionType) -> types.FunctionType:
-    """The first function with this code that reads equal values, so that equal functions share programs.
+    """One function for all functions with this code that read equal values, so that equal functions share programs.
 
-    It is the function itself if it is the first, or if the values that it reads cannot be compared. It is a copy of the
-    function if the values that the function reads have changed since an earlier call with the same function object.
+    It is a copy, which later changes of these values do not reach. It is the function itself if the code reads only
+    parts of libraries, or if the values cannot be compared.
     """
     try:
         key = function_key(function)
     except UncomparableFunctionError:
-        _SEEN.setdefault(function, None)
         return function
     first = _FIRST.get(key)
     if first is None:
-        first = _FIRST.setdefault(key, function if _SEEN.setdefault(function, key) == key else _copy(function))
+        first = _FIRST.setdefault(key, _fixed(function))
     drop_oldest(_FIRST, _MOST)
     return first
 
 
-def _copy(function: types.FunctionType) -> types.FunctionType:
-    """Another function object with the same code, globals, closure and defaults."""
+def _fixed(value: Any) -> Any:
+    """A copy of a function that has a key, and of all functions that it reads, with the values that they read now.
+
+    A tuple gets such copies of its items. The value itself if it is another value, or reads only parts of libraries.
+    """
+    if type(value) is tuple:
+        return tuple(map(_fixed, value))
+    if type(value) is not types.FunctionType or _library_of(value) in (*_LIBRARIES, "torch"):
+        return value
+    own = value.__globals__
+    read = {name: own[name] for name in names_of(value.__code__) if name in own}
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    defaults, by_name = value.__defaults__, value.__kwdefaults__
+    of_libraries = (_library_of(x) in (*_LIBRARIES, "torch") for x in (*cells, *read.values()))
+    if not defaults and not by_name and all(of_libraries):
+        return value
     copy = types.FunctionType(
-        *(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+        value.__code__,
+        {name: _fixed(x) for name, x in read.items()} | {name: own.get(name) for name in ("__builtins__", "__name__")},
+        value.__name__,
+        _fixed(defaults),
+        tuple(types.CellType(_fixed(x)) for x in cells),
     )
-    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
-    copy.__module__ = function.__module__
+    copy.__kwdefaults__ = by_name and {name: _fixed(x) for name, x in by_name.items()}
+    copy.__qualname__, copy.__module__ = value.__qualname__, value.__module__
     return copy
+
+
+def _library_of(value: Any) -> str | None:
+    """The first part of the name of a module, or of the module that defines the value; None without one."""
+    home = value.__name__ if type(value) is types.ModuleType else getattr(value, "__module__", None)
+    return home.split(".")[0] if isinstance(home, str) else None
 
 
 def function_key(function: Any, *, is_copy: bool = False) -> Hashable:
@@ -139,8 +159,7 @@ def _known(value: Any, outer: tuple[types.FunctionType, ...], is_copy: bool = Fa
         return value.dtype, value.tobytes()
     if kind in (torch.dtype, torch.device, torch.Size):
         return kind, value
-    home = value.__name__ if kind is types.ModuleType else getattr(value, "__module__", None)
-    library = home.split(".")[0] if isinstance(home, str) else None
+    library = _library_of(value)
     if library in _LIBRARIES and (callable(value) or kind is types.ModuleType):
         return kind, id(value)
     is_whole = not (is_copy and kind is types.FunctionType and value.__closure__)

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from jax_kernels.bridge.interop import dlpack, torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.keyed_cache import unique_name
-from jax_kernels.bridge.translate import captures, function_identity, torch_to_jnp
+from jax_kernels.bridge.translate import captures, function_identity, snapshots, torch_to_jnp
 from jax_kernels.bridge.translate.captures import Path
 from jax_kernels.masks.checks import reads
 
@@ -262,6 +262,7 @@ def mask_mod(
         _refuse(made, *indices, *map(_struct, (*tensors, *arrays)))
         return made, tensors, paths
     given = [*indices, *map(_struct, arrays)]
+    function = snapshots.snapshot(function)
     try:
         jax.eval_shape(function, *given)
         return function, [], ()

@@ -36,6 +36,7 @@ from jax_kernels.bridge.ops.attention.flash_attention_operator import (
     need_gradient,
 )
 from jax_kernels.bridge.translate.score_mods import ScoreMod
+from jax_kernels.bridge.translate.snapshots import key_of
 from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
@@ -118,10 +119,11 @@ def flash_attention(
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S]: keep pairs of equal ids, none below 0.
       kv_lengths: [B] int32, the number of valid keys. q_offset: position of query 0, an int, or int32 [] or [B].
       score_mod: a function (score, b, h, q_idx, kv_idx) of scalars, in torch's elementwise operations or in jnp code.
-        It is a constant of the call. In torch operations it may read tensors. Each call reads their current values, and
-        they get gradients. (masks.from_function keeps the values from when the mask was made.) int64 tensors are read
-        as int32: a value out of range raises ValueError on a CPU, and makes the results NaN on a GPU. JAX arrays that
-        the function closes over get no gradient; for gradients, pass them as arguments through bridge.from_jax.
+        Each call reads the current values of the numbers that it uses, also in lists, dicts and attributes. In torch
+        operations it may read tensors. Each call reads their current values, and they get gradients.
+        (masks.from_function keeps the values from when the mask was made.) int64 tensors are read as int32: a value out
+        of range raises ValueError on a CPU, and makes the results NaN on a GPU. JAX arrays that the function closes
+        over get no gradient; for gradients, pass them as arguments through bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32, logits that only join the softmax's denominator.
       scale, softcap, window and other numbers: Python's, NumPy's or JAX's numbers, or tensors without axes, whose
         values are read in each call. window: also a tensor of two integers. A scale that requires a gradient gets
@@ -165,7 +167,8 @@ def flash_attention(
         else:
             present, there = (query, key, value), None
         statics = (
-            *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
+            *(is_causal, window, key_of(score_mod), scale, softcap),
+            *(return_lse, deterministic, precision, implementation),
             # 1 equals True, but an argument may accept only one of the types.
             *(type(is_causal), None if window is None else _kinds(window), type(scale), type(softcap)),
             *(type(return_lse), type(deterministic)),

@@ -1,7 +1,6 @@
 """Attention on PyTorch tensors with block masks, dynamic masks, Mask objects and a score_mod."""
 
 import functools
-import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
@@ -22,7 +21,7 @@ from jax_kernels.bridge.ops.attention import float_masks, length_buckets
 from jax_kernels.bridge.ops.attention.argument_aliases import OTHER_NAMES, renamed
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor, checked
 from jax_kernels.bridge.ops.attention.attention_types import AttentionOptions, OutAndLse, Outputs
-from jax_kernels.bridge.translate import captures, function_identity, score_mods
+from jax_kernels.bridge.translate import captures, score_mods, snapshots
 from jax_kernels.bridge.translate.score_mods import ScoreMod
 from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
@@ -100,10 +99,10 @@ def _split_closure(call: CallKey | None, arguments: dict[str, Any]) -> _Apart:
     """Makes the tensors that a call's score_mod reads arguments of the call, so that they may change and get gradients.
 
     If score_mod reads tensors, the result's arguments have score_mod=None, with `template` (the registered name of the
-    function without its tensors) and `read` (the tensors). Otherwise the arguments are returned unchanged.
+    function without its tensors) and `read` (the tensors). Otherwise the result has the function's snapshot.
 
     call: the key under which to cache the call. The result's key is None, so the call is not cached, if score_mod reads
-    tensors or is created anew for each call, and also under torch.compile where there is a score_mod.
+    tensors, and also under torch.compile where there is a score_mod.
     """
     score_mod: Any = arguments.get("score_mod")
     root = captures.root_of(score_mod)
@@ -118,10 +117,13 @@ def _split_closure(call: CallKey | None, arguments: dict[str, Any]) -> _Apart:
         return _Apart(None, arguments | {"score_mod": None, "template": f"{template}", "read": read}, is_valid)
     if is_traced:
         return _Apart(None, arguments)
-    is_new = (
-        isinstance(score_mod, types.FunctionType) and function_identity.canonical_function(score_mod) is not score_mod
-    )
-    return _Apart(None if is_new else call, arguments)
+    return _Apart(call, arguments | {"score_mod": snapshots.snapshot(score_mod)})
+
+
+def _named(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call, for its key: with the snapshot of a score_mod."""
+    score_mod = arguments.get("score_mod")
+    return arguments if score_mod is None else arguments | {"score_mod": snapshots.key_of(score_mod)}
 
 
 def masked_attention(given: FlashArguments[torch.Tensor], call: CallKey | None) -> Outputs:
@@ -129,8 +131,8 @@ def masked_attention(given: FlashArguments[torch.Tensor], call: CallKey | None) 
 
     The score_mod and the structure of the Mask are constants of the compiled program; the Mask's arrays are inputs.
 
-    call: the key under which to cache this call; None if it is not to be cached. A call whose score_mod is created anew
-    each time, or reads tensors, is never cached.
+    call: the key under which to cache this call; None if it is not to be cached. A call whose score_mod reads tensors
+    is never cached.
     """
     arguments = checked(given).by_name()
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
@@ -229,7 +231,9 @@ def block_sparse_attention(
     """
     if isinstance(arguments.get("scale"), torch.Tensor):
         query, arguments["scale"] = in_query(query, arguments["scale"])
-    call = _block_sparse.lookup_by_name((query, key, value, block_mask), {"block_size": block_size, **arguments})
+    call = _block_sparse.lookup_by_name(
+        (query, key, value, block_mask), {"block_size": block_size, **_named(arguments)}
+    )
     if call and call.cached:
         return call.cached(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
@@ -320,7 +324,7 @@ def dynamic_mask_attention(
     """
     if isinstance(arguments.get("scale"), torch.Tensor):
         query, arguments["scale"] = in_query(query, arguments["scale"])
-    call = _dynamic_mask.lookup_by_name((query, key, value, mask, bias), arguments)
+    call = _dynamic_mask.lookup_by_name((query, key, value, mask, bias), _named(arguments))
     if call and call.cached:
         return call.cached(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
