@@ -79,6 +79,26 @@ def test_trees_and_integers():
     assert [x.name for x in wrong.comparisons if not x.passed] == ["output count"]
 
 
+def test_complex_results_and_inputs():
+    """The imaginary parts count, in outputs, gradients and cotangents."""
+    z = jax.lax.complex(X[0], X[1])
+    report = validate(lambda x, z: jnp.fft.fft(x) * z, lambda x, z: jnp.fft.fft(x) * z, (X[2], z))
+    assert report.passed, report
+    names = {x.name: x.dtype for x in report.comparisons}
+    assert names == {"output": "complex64", "gradient [0]": "float32", "gradient [1]": "complex64"}
+    assert all(0 < x.baseline_error < x.bound for x in report.comparisons)
+    assert not validate(lambda z: z.conj(), lambda z: z, (z,), gradients=False).passed
+    stopped = lambda z: jax.lax.complex(z.real, jax.lax.stop_gradient(z.imag))
+    wrong = validate(stopped, lambda z: z, (z,))
+    assert [x.name for x in wrong.comparisons if not x.passed] == ["gradient [0]"]
+
+
+def test_large_integers_count_by_their_last_bit():
+    true = np.asarray([2**60, 3])
+    assert compared(true, true, true, 2.0)[0].passed
+    assert not compared(np.asarray([2**60 + 1, 3]), true, true, 2.0)[0].passed
+
+
 def test_infinities_have_to_be_at_the_same_index():
     true = np.asarray([1.0, -np.inf, np.nan])
     of = lambda *values: compared(np.asarray(values, np.float32), true, true, 2.0)[0].error

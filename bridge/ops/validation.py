@@ -25,10 +25,11 @@ def validate(
 ) -> ValidationReport:
     """Compares candidate(*inputs), and its gradients, with a baseline in PyTorch, like jax_kernels.validate.
 
-    The true values are the baseline's for the inputs in float64; if the baseline refuses float64, for the inputs as
-    they are. A result passes if its error is at most `factor` times the error of the baseline in the inputs' own
-    dtypes, or within a bound of the result's dtype.
-    The bounds are 2**-7 in bfloat16, 2**-10 in float16, 2**-18 in float32 and 2**-40 in float64. For example::
+    The true values are the baseline's for the inputs in float64 (complex128 for complex inputs); if the baseline
+    refuses float64, for the inputs as they are. A result passes if its error is at most `factor` times the error of the
+    baseline in the inputs' own dtypes, or within a bound of the result's dtype.
+    The bounds are 2**-7 in bfloat16, 2**-10 in float16, 2**-18 in float32 and complex64, and 2**-40 in float64 and
+    complex128. For example::
 
         report = bridge.validate(bridge.flash_attention, plain_attention, "realistic")
         assert report.passed, report
@@ -37,7 +38,7 @@ def validate(
       candidate, baseline: functions of the inputs, or modules, which return tensors in one structure.
       inputs: tensors; or a size of random query, key and value, such as "small", as in jax_kernels.validate.
       dtype, device: of the tensors of a size. None is the current GPU, or the CPU if there is no GPU.
-      gradients: also compares the gradients of all floating-point inputs, for one random cotangent.
+      gradients: also compares the gradients of all floating-point and complex inputs, for one random cotangent.
       factor: the allowed multiple of the baseline's error.
 
     Returns a ValidationReport. The errors are jax_kernels.validate's.
@@ -60,7 +61,7 @@ def validate(
     truth = "the baseline in float64"
     of_baseline = _results(baseline, given, gradients)
     try:
-        want = _results(baseline, [x.double() if x.is_floating_point() else x for x in given], gradients)
+        want = _results(baseline, [_exact(x) for x in given], gradients)
     except (TypeError, ValueError, NotImplementedError, RuntimeError):  # torch's own operations raise RuntimeError
         truth, want = "the baseline in the inputs' dtypes, since it refuses float64", of_baseline
     got = _results(candidate, given, gradients)
@@ -68,24 +69,40 @@ def validate(
 
 
 def _results(function: Callable[..., Any], inputs: Sequence[torch.Tensor], gradients: bool) -> dict[str, Any]:
-    """{"output": the function's results, "gradient": of each floating-point input, in order}, as NumPy arrays."""
-    if not gradients:
-        with torch.no_grad():
-            return {"output": jax.tree.map(_numpy, function(*inputs))}
-    given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    out = function(*given)
-    outs = [x for x in jax.tree.leaves(out) if x.requires_grad]
-    moving = [x for x in given if x.requires_grad]
-    found = torch.autograd.grad(outs, moving, [_cotangent(x) for x in outs], allow_unused=True)
-    zeros = [torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(moving, found, strict=True)]
-    return {"output": jax.tree.map(_numpy, out), "gradient": [_numpy(x) for x in zeros]}
+    """{"output": the function's results, "gradient": of each float or complex input, in order}, as NumPy arrays.
+
+    The function gets copies of the inputs, which it may change. Gradients are also computed under torch.no_grad.
+    """
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        given = [x.detach().clone().requires_grad_(gradients and _is_inexact(x)) for x in inputs]
+        out = function(*(x.clone() for x in given))
+        found = {"output": jax.tree.map(_numpy, out)}
+        if not gradients:
+            return found
+        outs = [x for x in jax.tree.leaves(out) if x.requires_grad]
+        moving = [x for x in given if x.requires_grad]
+        cotangents = [_cotangent(x) for x in outs]
+        of_inputs = torch.autograd.grad(outs, moving, cotangents, allow_unused=True) if moving else ()
+        zeros = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(moving, of_inputs, strict=True)]
+        return found | {"gradient": [_numpy(x) for x in zeros]}
 
 
 def _cotangent(x: torch.Tensor) -> torch.Tensor:
     """Random values like x; the same for each dtype, up to rounding."""
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+    dtype = torch.complex64 if x.is_complex() else torch.float32
+    return torch.randn(x.shape, dtype=dtype, generator=torch.Generator().manual_seed(1)).to(x)
+
+
+def _is_inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _exact(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64, or in complex128 if it is complex; other tensors as they are."""
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.double() if x.is_floating_point() else x
 
 
 def _numpy(x: torch.Tensor) -> Any:
-    exact = x.detach().double() if x.is_floating_point() else x
-    return exact.cpu().numpy().astype(jnp.dtype(str(x.dtype).removeprefix("torch.")))
+    return _exact(x.detach()).resolve_conj().cpu().numpy().astype(jnp.dtype(str(x.dtype).removeprefix("torch.")))

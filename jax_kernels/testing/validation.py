@@ -1,6 +1,7 @@
 """jax_kernels.validate: compares a function and its gradients with a baseline that is computed in float64."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,14 @@ SIZES = {
 }
 # The error of a result that is allowed in any case: two roundings for 16 bits, more for longer mantissas, whose errors
 # come from sums rather than from the last rounding.
-_BOUNDS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-18, "float64": 2.0**-40}
+_BOUNDS = {
+    "bfloat16": 2.0**-7,
+    "float16": 2.0**-10,
+    "float32": 2.0**-18,
+    "float64": 2.0**-40,
+    "complex64": 2.0**-18,
+    "complex128": 2.0**-40,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,10 +86,11 @@ def validate(
 ) -> ValidationReport:
     """Compares candidate(*inputs), and its gradients, with a baseline.
 
-    The true values are the baseline's for the inputs in float64; if the baseline refuses float64, as this library's ops
-    do, for the inputs as they are. A result passes if its error is at most `factor` times the error of the baseline in
-    the inputs' own dtypes, or within a bound of the result's dtype.
-    The bounds are 2**-7 in bfloat16, 2**-10 in float16, 2**-18 in float32 and 2**-40 in float64. For example::
+    The true values are the baseline's for the inputs in float64 (complex128 for complex inputs); if the baseline
+    refuses float64, as this library's ops do, for the inputs as they are. A result passes if its error is at most
+    `factor` times the error of the baseline in the inputs' own dtypes, or within a bound of the result's dtype.
+    The bounds are 2**-7 in bfloat16, 2**-10 in float16, 2**-18 in float32 and complex64, and 2**-40 in float64 and
+    complex128. For example::
 
         report = validate(functools.partial(flash_attention, is_causal=True), plain_attention, "realistic")
         assert report.passed, report
@@ -91,7 +100,7 @@ def validate(
       inputs: arrays, or trees of arrays; or a size of random query, key and value [batch, length, heads, head_dim]:
         "small" (1, 128, 4, 32), "realistic" (2, 512, 8, 64), "large" (4, 1024, 16, 64), "xlarge" (8, 2048, 32, 128).
       dtype: of the arrays of a size.
-      gradients: also compares the gradients of all floating-point inputs, for one random cotangent.
+      gradients: also compares the gradients of all floating-point and complex inputs, for one random cotangent.
       factor: the allowed multiple of the baseline's error.
 
     Returns a ValidationReport: `passed`, and for each output and gradient a Comparison. Its text is a table.
@@ -109,7 +118,7 @@ def validate(
     given = _random(sized_shape(inputs), dtype) if isinstance(inputs, str) else tuple(inputs)
     truth = "the baseline in float64"
     with jax.enable_x64(True):
-        exact = jax.tree.map(lambda x: x.astype(jnp.float64) if _is_floating(x) else x, given)
+        exact = jax.tree.map(lambda x: x.astype(_exact_dtype(x)) if _is_inexact(x) else x, given)
         try:
             want = jax.tree.map(np.asarray, _results(baseline, exact, gradients))
         except (TypeError, ValueError, NotImplementedError):
@@ -133,17 +142,26 @@ def _random(shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys)
 
 
-def _is_floating(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+def _is_inexact(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _is_complex(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def _exact_dtype(x: Any) -> Any:
+    """complex128 for complex arrays, else float64."""
+    return jnp.complex128 if _is_complex(x) else jnp.float64
 
 
 def _results(function: Callable[..., Any], inputs: tuple[Any, ...], gradients: bool) -> dict[str, Any]:
-    """{"output": the function's results, "gradient": of each floating-point input, by its path}."""
+    """{"output": the function's results, "gradient": of each floating-point or complex input, by its path}."""
     if not gradients:
         return {"output": jax.jit(function)(*inputs)}
     leaves, structure = jax.tree.flatten(inputs)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(inputs)]
-    moving = {path: x for path, x in zip(paths, leaves, strict=True) if _is_floating(x)}
+    moving = {path: x for path, x in zip(paths, leaves, strict=True) if _is_inexact(x)}
 
     @jax.jit
     def both(moving: dict[str, Any]) -> Any:
@@ -160,9 +178,10 @@ def _results(function: Callable[..., Any], inputs: tuple[Any, ...], gradients: b
 
 def _cotangent(x: jax.Array) -> Any:
     """Random values like x; the same for each dtype, up to rounding."""
-    if not _is_floating(x):
+    if not _is_inexact(x):
         return np.zeros(x.shape, jax.dtypes.float0)
-    return jax.random.normal(jax.random.key(1), x.shape, jnp.float32).astype(x.dtype)
+    dtype = jnp.complex64 if _is_complex(x) else jnp.float32
+    return jax.random.normal(jax.random.key(1), x.shape, dtype).astype(x.dtype)
 
 
 def compared(got: Any, of_baseline: Any, want: Any, factor: float) -> tuple[Comparison, ...]:
@@ -194,7 +213,14 @@ def compared(got: Any, of_baseline: Any, want: Any, factor: float) -> tuple[Comp
 
 
 def _error(got: np.ndarray, want: np.ndarray) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.dtype.kind in "iu" and want.dtype.kind in "iu" and not np.array_equal(got, want):
+        return max(_inexact_error(got, want), sys.float_info.min)  # float64 rounds integers from 2**53 on
+    return _inexact_error(got, want)
+
+
+def _inexact_error(got: np.ndarray, want: np.ndarray) -> float:
+    dtype = np.complex128 if np.iscomplexobj(got) or np.iscomplexobj(want) else np.float64
+    got, want = np.asarray(got, dtype), np.asarray(want, dtype)
     is_finite = np.isfinite(want)
     if not np.array_equal(np.where(is_finite, 0, got), np.where(is_finite, 0, want), equal_nan=True):
         return float("inf")

@@ -35,8 +35,10 @@ def test_a_wrong_gradient():
             x, w = context.saved_tensors
             return cotangent @ w.T, 1.01 * x.T @ cotangent
 
-    report = bridge.validate(Wrong.apply, torch.matmul, (X, W))
-    assert [x.name for x in report.comparisons if not x.passed] == ["gradient 1"]
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            report = bridge.validate(Wrong.apply, torch.matmul, (X, W))
+        assert [x.name for x in report.comparisons if not x.passed] == ["gradient 1"]
     assert bridge.validate(Wrong.apply, torch.matmul, (X, W), gradients=False).passed
 
 
@@ -44,6 +46,29 @@ def test_a_baseline_that_refuses_float64():
     report = bridge.validate(torch.matmul, bridge.matmul, (X, W))
     assert report.passed, report
     assert "it refuses float64" in report.truth
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["outputs", "gradients"])
+def test_functions_may_change_their_inputs(gradients):
+    x = X.clone()
+    plus = lambda x: x + 1
+    assert bridge.validate(plus, lambda x: x.add_(1), [x], gradients=gradients).passed
+    assert bridge.validate(lambda x: x.add_(1), plus, [x], gradients=gradients).passed
+    assert torch.equal(x, X)
+
+
+def test_complex_and_integer_inputs():
+    """The imaginary parts count, in outputs, gradients and cotangents. Integers have no gradients."""
+    z = torch.complex(X[0], X[1])
+    report = bridge.validate(lambda x, z: torch.fft.fft(x) * z, lambda x, z: torch.fft.fft(x) * z, (X[2], z))
+    assert report.passed, report
+    assert [x.dtype for x in report.comparisons] == ["complex64", "float32", "complex64"]
+    assert all(0 < x.baseline_error < x.bound for x in report.comparisons)
+    assert not bridge.validate(torch.conj, lambda z: z, [z], gradients=False).passed
+    wrong = bridge.validate(lambda z: torch.complex(z.real, z.imag.detach()), lambda z: z, [z])
+    assert [x.name for x in wrong.comparisons if not x.passed] == ["gradient 0"]
+    report = bridge.validate(lambda x: x + 1, lambda x: x + 1, [torch.arange(3)])
+    assert [x.name for x in report.comparisons] == ["output"]
 
 
 def test_wrong_arguments():
