@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_kernels.dispatch import Plan, explain, reason_against
 from jax_kernels.frameworks import check_function, check_no_tensors
+from jax_kernels.quantization.arrays import QuantizedArray
 from jax_kernels.tuning import timers
 from jax_kernels.tuning.timers import Program, Timer, milliseconds, ones_like_result
 
@@ -67,7 +68,8 @@ def benchmark_implementations(
         for row in benchmark_implementations(flash_attention, query, key, value, is_causal=True):
             print(row)
 
-    gradients: times the call with the gradients of all its floating-point arrays, for cotangents of 1.
+    gradients: times the call with the gradients of all its floating-point arrays, for cotangents of 1. The arrays of a
+      QuantizedArray are constants.
     seconds: the approximate time of the readings of each implementation.
 
     Returns an ImplementationTime for each implementation of the op: the fastest first, then implementations without a
@@ -84,7 +86,7 @@ def benchmark_implementations(
         raise ValueError(f"implementation: got {kwargs['implementation']!r}, want none: all are timed")
     if not _takes_implementation(op):
         raise TypeError(f"op: got {op!r}, which has no argument `implementation`, want an op that has, or a partial")
-    if gradients and not any(map(_is_floating, jax.tree.leaves((args, kwargs)))):
+    if gradients and not any(_has_gradient((args, kwargs))):
         raise ValueError("gradients: got True, want an array of floating-point values")
     timer, programs = timers.choose(), {}
     plans: dict[str, Plan] = {}
@@ -126,6 +128,13 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def _has_gradient(tree: Any) -> list[bool]:
+    """For each leaf of the tree, whether it is a floating-point array outside of a QuantizedArray."""
+    is_quantized = lambda x: isinstance(x, QuantizedArray)
+    parts = jax.tree.leaves(tree, is_leaf=is_quantized)
+    return [not is_quantized(part) and _is_floating(x) for part in parts for x in jax.tree.leaves(part)]
+
+
 def _is_argument(x: Any) -> bool:
     """Whether an array may be traced: not a number in an array, such as q_offset, which plans may need to know."""
     return _is_floating(x) or (isinstance(x, jax.Array | np.ndarray) and x.ndim > 0)
@@ -158,7 +167,8 @@ def _built(
 ) -> Program:
     leaves, structure = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if is_argument(x)]
-    moving = [i for i in places if gradients and _is_floating(leaves[i])]
+    has_gradient = _has_gradient((args, kwargs))
+    moving = [i for i in places if gradients and has_gradient[i]]
 
     def call(arrays: dict[int, Any]) -> Any:
         filled = [arrays.get(i, x) for i, x in enumerate(leaves)]

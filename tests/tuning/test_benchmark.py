@@ -74,6 +74,13 @@ def test_kinds_of_arguments(name, read, no_interpret):
     assert all(row.reason for row in rows[1:])
 
 
+def test_gradients_of_a_call_with_low_bit_weights(read, no_interpret):
+    weights = jax_kernels.quantize(jnp.ones((32, 16)), "int8")
+    timed, *_ = benchmark_implementations(jax_kernels.matmul, jnp.ones((4, 32)), weights, gradients=True)
+    assert timed.reason is None
+    assert set(read) == {("xla", "gradients")}
+
+
 def test_gradients(read, no_interpret):
     call = functools.partial(jax_kernels.flash_attention, is_causal=True)
     rows = benchmark_implementations(call, QUERY, QUERY, QUERY, gradients=True)
