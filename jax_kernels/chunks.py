@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jax_kernels.device import DeviceInfo
+from jax_kernels.plain_numbers import plain_of
 from jax_kernels.target import target_device
 
 __all__ = [
@@ -64,8 +65,12 @@ def memory_limit(size: int | None) -> Iterator[None]:
         with jax_kernels.memory_limit(2**30):
             out = jax_kernels.mlp(x, w_up, w_down)
 
-    Functions under jit are traced again for another limit. Raises ValueError if size is not above 0.
+    Functions under jit are traced again for another limit. Raises ValueError if size is not above 0, TypeError if it is
+    no number.
     """
+    size = plain_of("size", size)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int | float)):
+        raise TypeError(f"size: got {size!r}, want a number of bytes above 0, or None")
     if size is not None and not size > 0:
         raise ValueError(f"size: got {size}, want a number of bytes above 0, or None")
     with _LIMIT(size):

@@ -216,6 +216,11 @@ def test_a_limit_gives_chunks_and_the_plan_says_so():
         assert f"in {plan.chunks}" in str(plan)
     with pytest.raises(ValueError, match="size: got 0"), memory_limit(0):
         pass
+    for size in ("1GB", True, [4]):
+        with pytest.raises(TypeError, match=r"^size: got .*, want a number of bytes"), memory_limit(size):
+            pass
+    with memory_limit(jnp.int32(6000)):
+        assert chunks.limit() == 6000
 
 
 OF_ALL = {
