@@ -57,10 +57,9 @@ def analyze(
 
     Raises:
       ValueError: `device` is unknown, or is not the tensors' and times are asked for; the function calls no op of the
-        bridge; or seconds is not above 0. The errors of the function.
+        bridge; or seconds is not finite and above 0. The errors of the function.
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds: got {seconds}, want a number above 0")
+    timers.check_seconds(seconds)
     check_function_of_tensors("function", function)
     with tuned_by(None), plan_query.recording() as calls:
         function(*args, **kwargs)

@@ -15,6 +15,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_function_of_t
 from jax_kernels.bridge.operators import plan_query
 from jax_kernels.device import DeviceInfo
 from jax_kernels.tuning.benchmark import ImplementationTime
+from jax_kernels.tuning.timers import check_seconds
 
 __all__ = ["benchmark_implementations", "device_info", "explain", "milliseconds_of"]
 
@@ -100,9 +101,11 @@ def benchmark_implementations(
       table: returns a list of jax_kernels.ImplementationTime instead, as jax_kernels.benchmark_implementations does:
         with spreads and plans, and with the implementations that cannot serve the call, each with its reason.
 
-    Raises op's error if op raises for every implementation; ValueError if kwargs has `implementation`, if no argument
-    is a tensor, and for `gradients` if no tensor requires a gradient; TypeError if op has no argument `implementation`.
+    Raises op's error if op raises for every implementation; ValueError if kwargs has `implementation`, if seconds is
+    not finite and above 0, if no argument is a tensor, and for `gradients` if no tensor requires a gradient; TypeError
+    if op has no argument `implementation`.
     """
+    check_seconds(seconds)
     check_function_of_tensors("op", op)
     if not _takes_implementation(op):
         name = getattr(op, "__name__", repr(op))

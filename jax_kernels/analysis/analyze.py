@@ -1,7 +1,6 @@
 """jax_kernels.analyze: the ops that a function runs, their work, their share of the time, and advice."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -64,8 +63,7 @@ def analyze(
         jax.ShapeDtypeStruct and `measure` is True; or seconds is not finite and above 0.
       The errors of the function.
     """
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"seconds: got {seconds}, want a finite number above 0")
+    timers.check_seconds(seconds)
     check_function("function", function, "analyze")
     check_no_tensors((args, kwargs), "analyze")
     here = device_info()

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import math
-import numbers
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -78,8 +76,7 @@ def benchmark_implementations(
     Raises the error of op for these arguments; ValueError if kwargs has `implementation`, and for `gradients` if no
     array has floating-point values; TypeError if op has no plan, or no argument `implementation`.
     """
-    if not isinstance(seconds, numbers.Real) or not 0 < seconds < math.inf:
-        raise ValueError(f"seconds: got {seconds!r}, want a finite number above 0")
+    timers.check_seconds(seconds)
     check_function("op", op, "benchmark_implementations")
     check_no_tensors((args, kwargs), "benchmark_implementations")
     if "implementation" in kwargs:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -236,8 +235,7 @@ def tune(
     extra); RuntimeError in one of several processes of a program, which must all have the same plans; ValueError for a
     number that is not finite and above 0.
     """
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"seconds: got {seconds}, want a finite number above 0")
+    timers.check_seconds(seconds)
     if jax.process_count() > 1:
         raise RuntimeError("tune: got one of several processes of a program, want a program of one process")
     require("filelock", "tune", "cli")  # before any time is spent

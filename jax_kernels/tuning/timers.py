@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import numbers
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Program", "Timer", "choose", "host", "milliseconds", "ones_like_result"]
+__all__ = ["Program", "Timer", "check_seconds", "choose", "host", "milliseconds", "ones_like_result"]
 
 _MOST_CALLS = 200
 
@@ -27,6 +29,12 @@ class Program:
     direction: str
     call: Callable[[], Any]
     lower: Callable[[], tuple[jax.stages.Lowered, Any]] | None = None
+
+
+def check_seconds(seconds: float) -> None:
+    """Raises ValueError if the option `seconds` is no finite number above 0."""
+    if not isinstance(seconds, numbers.Real) or not 0 < seconds < math.inf:
+        raise ValueError(f"seconds: got {seconds!r}, want a finite number above 0")
 
 
 @functools.lru_cache(maxsize=2)  # the programs of a call share the array

@@ -233,6 +233,7 @@ def test_checked_advice():
         ({"device": "h200", "measure": True}, "device: got NVIDIA H200, want CPU or None"),
         ({"device": "nope"}, "device: got 'nope'"),
         ({"seconds": 0}, "seconds: got 0"),
+        ({"seconds": "1"}, "seconds: got '1'"),
         ({"seconds": float("inf")}, "seconds: got inf"),
         ({"measure": True}, "args: got a jax.ShapeDtypeStruct with measure=True"),
     ],

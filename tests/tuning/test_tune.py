@@ -359,8 +359,8 @@ def test_an_error_in_the_block_leaves_traced_calls_untimed(readings):
 
 
 def test_wrong_arguments(monkeypatch):
-    for seconds in (0, math.inf, math.nan):
-        message = f"seconds: got {seconds}, want a finite number above 0"
+    for seconds in (0, math.inf, math.nan, "1"):
+        message = f"seconds: got {seconds!r}, want a finite number above 0"
         with pytest.raises(ValueError, match=message), tune(seconds=seconds):
             pass
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -123,3 +123,12 @@ def test_times_of_implementations(gradients):
         bridge.benchmark_implementations(bridge.matmul, X, W, gradients=True)
     with pytest.raises(TypeError, match="dtype"):
         bridge.benchmark_implementations(bridge.flash_attention, *(x.double() for x in QKV))
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), "1"])
+def test_wrong_seconds(seconds):
+    message = re.escape(f"seconds: got {seconds!r}, want a finite number above 0")
+    with pytest.raises(ValueError, match=message):
+        bridge.benchmark_implementations(bridge.matmul, X, W, seconds=seconds)
+    with pytest.raises(ValueError, match=message):
+        bridge.analyze(bridge.matmul, X, W, seconds=seconds)
