@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jax_kernels.models.changes import changed_state, held_arrays
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention
-from jax_kernels.models.layers.delayed_scaling import AmaxHistory, recording
+from jax_kernels.models.layers.delayed_scaling import recording
 from jax_kernels.models.layers.linear import GatedMLP
 from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
 from jax_kernels.models.layers.normalization import RMSNorm, with_input
@@ -167,24 +168,24 @@ def run_block(
     remat: bool | str,
     target: Any,
     records: bool,
-) -> tuple[jax.Array, Routing | None, Any]:
-    """(x after one block without a cache, the Routing of its experts or None, its AmaxHistories or None).
+) -> tuple[jax.Array, Routing | None, nnx.State]:
+    """(x after one block without a cache, the Routing of its experts or None, its Variables that the call changed).
 
     It is traced and lowered once for all blocks of a model that are alike.
 
     state, graphdef: the block, as nnx.split returns it. remat: as in TransformerConfig. target: (the device, whether
     kernels are interpreted), part of jit's key, since the plans depend on it. records: whether the block adds to its
-    AmaxHistories and returns them.
+    AmaxHistories.
     """
 
     if remat == "products":
         state = rounded(state, x.dtype)  # before the checkpoint, so that the backward does not round them again
 
     def block(state: Any, x: jax.Array, documents: Packed | DealtDocuments | None) -> Any:
-        module = nnx.merge(graphdef, state)
+        before, module = held_arrays(state), nnx.merge(graphdef, state)
         with recording(records):
             x, _, routing = module(x, documents=documents)
-        return x, routing, nnx.state(module, AmaxHistory) if records else None
+        return x, routing, changed_state(module, before)
 
     return recomputed(block, remat)(state, x, documents)
 

@@ -1,5 +1,6 @@
 """A decoder-only Transformer as an nnx module."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_kernels import dispatch
 from jax_kernels.masks.checks import is_array
 from jax_kernels.models.block import Block, run_block, stacked
+from jax_kernels.models.changes import refuse_changes
 from jax_kernels.models.config import TransformerConfig, check_kind
 from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.layers.attention import KVCache
@@ -374,6 +376,7 @@ class Transformer(nnx.Module):
         with recording(False):
             for layer, layer_cache in zip(self.layers, cache, strict=True):
                 x, layer_cache, _ = layer(x, layer_cache)
+                x = x.astype(self.config.dtype)
                 filled.append(layer_cache)
         return self.final_norm(x), tuple(filled)
 
@@ -404,15 +407,13 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = self._constrained(x.astype(self.config.dtype))
         target = dispatch.target_device(x), dispatch.interpreting()
-        graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
-        def block(state: Any, x: jax.Array, documents: Packed | DealtDocuments | None = None, which: int = 0) -> Any:
-            graphdef, remat = graphdefs[which], self.config.remat
-            options: Any = {"graphdef": graphdef, "remat": remat, "target": target, "records": records}
+        def block(graphdef: Any, state: Any, x: jax.Array, documents: Packed | DealtDocuments | None = None) -> Any:
+            options: Any = {"graphdef": graphdef, "remat": self.config.remat, "target": target, "records": records}
             x, *others = run_block(state, x, documents, **options)
-            return self._constrained(x), others
+            return self._constrained(x.astype(self.config.dtype)), others
 
-        stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
+        stages = self.rules.mesh_axes("stage", len(self.layers), jax.sharding.get_abstract_mesh())
         if stages and self.config.expert_layers:
             raise ValueError(f"mesh: got stages along {stages[0]!r} with experts, want a mesh without stages")
         if stages and is_dealt:
@@ -421,40 +422,54 @@ class Transformer(nnx.Module):
             raise NotImplementedError(
                 f"mesh: got stages along {stages[0]!r} with fp8_scaling='delayed', want a mesh without stages"
             )
-        if (stages or self.config.scan_layers) and any(other != graphdefs[0] for other in graphdefs):
+        routing: Any = None
+        if stages:
+            graphdef, states = self._split_alike()
+            x = self._pipelined(functools.partial(block, graphdef), stacked(states, x.dtype), x, documents, stages[0])
+        elif self.config.scan_layers:
+            graphdef, states = self._split_alike()
+            step = lambda x, state: block(graphdef, state, x, documents)
+            x, (routing, changes) = jax.lax.scan(step, x, stacked(states, x.dtype))
+            for which, layer in enumerate(self.layers):
+                nnx.update(layer, jax.tree.map(lambda y, which=which: y[which], changes))
+        else:
+            routings = []
+            for layer in self.layers:
+                graphdef, state = nnx.split(layer)
+                x, (of_block, changes) = block(graphdef, state, x, documents)
+                routings += [] if of_block is None else [of_block]
+                nnx.update(layer, changes)
+            routing = jax.tree.map(lambda *xs: jnp.stack(xs), *routings) if routings else None
+        return self.final_norm(x), order, routing
+
+    def _split_alike(self) -> tuple[Any, Any]:
+        """(the graphdef of all blocks, the state of each). Raises ValueError for blocks that differ."""
+        graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
+        if any(other != graphdefs[0] for other in graphdefs):
             raise ValueError(
                 "layers: got blocks that differ, such as one that quantize_weights skipped, with scan_layers or "
                 "stages, want blocks of one kind"
             )
-        routing: Any = None
-        if stages:
-            x = self._pipelined(lambda *given: block(*given)[0], stacked(states, x.dtype), x, documents, stages[0])
-        elif self.config.scan_layers:
-            step = lambda x, state: block(state, x, documents)
-            x, (routing, histories) = jax.lax.scan(step, x, stacked(states, x.dtype))
-            for which, layer in enumerate(self.layers if records else ()):
-                nnx.update(layer, jax.tree.map(lambda y, which=which: y[which], histories))
-        else:
-            routings = []
-            for which, state in enumerate(states):
-                x, (of_block, histories) = block(state, x, documents, which)
-                routings += [] if of_block is None else [of_block]
-                if records:
-                    nnx.update(self.layers[which], histories)
-            routing = jax.tree.map(lambda *xs: jnp.stack(xs), *routings) if routings else None
-        return self.final_norm(x), order, routing
+        return graphdefs[0], states
 
     def _pipelined(
         self, block: Any, states: Any, x: jax.Array, documents: Packed | DealtDocuments | None, axis: str
     ) -> jax.Array:
         """x after all blocks, with the blocks in stages along the mesh axis `axis`.
 
-        block: the function of one block. states: of all blocks, stacked along the first axis.
+        block: block(state, x, documents) -> (x, (routing, changes)). states: of all blocks, stacked along the first
+        axis. Raises NotImplementedError if a block changes its Variables.
         """
+
+        def one(*given: Any) -> jax.Array:
+            x, (_, changes) = block(*given)
+            refuse_changes(changes, f"stages along {axis!r}", "a mesh without stages")
+            return x
+
         mesh = jax.sharding.get_abstract_mesh()
         tokens = self.rules.mesh_axes("tokens", x.shape[1], mesh)
         return pipelined(
-            block,
+            one,
             states,
             x,
             axis=axis,

@@ -413,7 +413,8 @@ class MultiHeadAttention(nnx.Module):
         """
         self._check_input(x)
         batch, length = x.shape[:2]
-        query, key, value = shared_projections((self.q_proj, self.k_proj, self.v_proj), x)
+        projected = shared_projections((self.q_proj, self.k_proj, self.v_proj), x)
+        query, key, value = (y.astype(self.dtype) for y in projected)  # an nnx.LoRA may have a wider dtype
         # The backward of a rotation does not read its input, so a policy keeps its result instead.
         kept = lambda y: checkpoint_name(y, PROJECTION)
         is_rotated = self.use_rotary and not hasattr(self, "q_norm")
@@ -435,7 +436,8 @@ class MultiHeadAttention(nnx.Module):
 
     def _project(self, out: jax.Array) -> jax.Array:
         """The module's output [B, T, model_dim]: out_proj of the attention's result [B, T, num_heads, head_dim]."""
-        return checkpoint_name(self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim)), PROJECTION)
+        out = self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim))
+        return checkpoint_name(out.astype(self.dtype), PROJECTION)
 
 
 def _parameter_dtypes() -> tuple[str, ...]:

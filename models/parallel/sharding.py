@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_kernels.masks import Mask
 from jax_kernels.masks.checks import check_integers
+from jax_kernels.models.changes import changed_state, held_arrays, refuse_changes
 from jax_kernels.ops.ring.layouts import Layout
 
 __all__ = [
@@ -202,7 +203,13 @@ def under_auto_axes(function: Callable[..., Any], model: Any, arrays: Any, resul
     is_spec = lambda x: isinstance(x, PartitionSpec)
     specs = jax.tree.map(lambda spec: PartitionSpec(*map(kept, spec)), results, is_leaf=is_spec)
     graphdef, state = nnx.split(model)
-    call = lambda state, arrays: function(nnx.merge(graphdef, state), *arrays)
+
+    def call(state: Any, arrays: Any) -> Any:
+        before, module = held_arrays(state), nnx.merge(graphdef, state)
+        found = function(module, *arrays)
+        refuse_changes(changed_state(module, before), "Explicit axes", "Auto axes")
+        return found
+
     arrays = jax.tree.map(jax.numpy.asarray, arrays)
     return jax.sharding.auto_axes(call, axes=tuple(sorted(explicit)), out_sharding=specs)(state, arrays)
 
