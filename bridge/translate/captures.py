@@ -208,7 +208,7 @@ class _Copier:
 
         Functions of PyTorch without a closure, and functions of JAX and NumPy, are not copied.
         """
-        home = (function.__module__ or "").split(".")[0]
+        home = function_identity.library_of(function)
         if home in _LIBRARIES and (home != "torch" or not function.__closure__):
             return function
         self.found[id(function)] = function  # for a function that reads itself
@@ -330,7 +330,7 @@ def _attribute(x: Any, name: str) -> Any:
 
 def _is_of_library(x: Any) -> bool:
     """Whether a class or function is part of PyTorch, JAX or NumPy."""
-    return (getattr(x, "__module__", None) or "").split(".")[0] in _LIBRARIES
+    return function_identity.library_of(x) in _LIBRARIES
 
 
 def _has_attributes(x: Any, *, is_called: bool = False) -> bool:

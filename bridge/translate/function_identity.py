@@ -20,7 +20,7 @@ import torch
 
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 
-__all__ = ["Placeholder", "UncomparableFunctionError", "canonical_function", "function_key", "names_of"]
+__all__ = ["Placeholder", "UncomparableFunctionError", "canonical_function", "function_key", "library_of", "names_of"]
 
 _MOST = 1024
 _FIRST: dict[Hashable, types.FunctionType] = {}
@@ -66,13 +66,13 @@ def _fixed(value: Any) -> Any:
     """
     if type(value) is tuple:
         return tuple(map(_fixed, value))
-    if type(value) is not types.FunctionType or _library_of(value) in (*_LIBRARIES, "torch"):
+    if type(value) is not types.FunctionType or library_of(value) in (*_LIBRARIES, "torch"):
         return value
     own = value.__globals__
     read = {name: own[name] for name in names_of(value.__code__) if name in own}
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     defaults, by_name = value.__defaults__, value.__kwdefaults__
-    of_libraries = (_library_of(x) in (*_LIBRARIES, "torch") for x in (*cells, *read.values()))
+    of_libraries = (library_of(x) in (*_LIBRARIES, "torch") for x in (*cells, *read.values()))
     if not defaults and not by_name and all(of_libraries):
         return value
     copy = types.FunctionType(
@@ -87,9 +87,12 @@ def _fixed(value: Any) -> Any:
     return copy
 
 
-def _library_of(value: Any) -> str | None:
+def library_of(value: Any) -> str | None:
     """The first part of the name of a module, or of the module that defines the value; None without one."""
-    home = value.__name__ if type(value) is types.ModuleType else getattr(value, "__module__", None)
+    if type(value) is types.FunctionType:
+        home = value.__globals__.get("__name__")  # functools.wraps copies __module__ from another function
+    else:
+        home = value.__name__ if type(value) is types.ModuleType else getattr(value, "__module__", None)
     return home.split(".")[0] if isinstance(home, str) else None
 
 
@@ -159,7 +162,7 @@ def _known(value: Any, outer: tuple[types.FunctionType, ...], is_copy: bool = Fa
         return value.dtype, value.tobytes()
     if kind in (torch.dtype, torch.device, torch.Size):
         return kind, value
-    library = _library_of(value)
+    library = library_of(value)
     if library in _LIBRARIES and (callable(value) or kind is types.ModuleType):
         return kind, id(value)
     is_whole = not (is_copy and kind is types.FunctionType and value.__closure__)

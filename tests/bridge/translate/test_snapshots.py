@@ -157,3 +157,34 @@ def test_equal_snapshots():
         assert snapshots.snapshot(function) is not before
     reads = lambda x: x * X[0, 0]
     assert snapshots.snapshot(reads) is reads
+
+
+def test_functions_of_libraries_are_their_own_snapshots():
+    for function in (torch.nn.functional.silu, torch.relu, torch.nn.functional.hardswish):
+        assert snapshots.snapshot(function) is function
+
+    @functools.wraps(torch.nn.functional.silu)  # it has the library's name, but reads a value of the caller's
+    def wrapped(x):
+        return torch.nn.functional.silu(x) * FACTOR[0]
+
+    before = snapshots.snapshot(wrapped)
+    FACTOR[0] = 3.0
+    try:
+        assert snapshots.snapshot(wrapped) is not before
+    finally:
+        FACTOR[0] = 2.0
+
+
+def test_a_function_with_the_name_of_a_librarys_function():
+    """functools.wraps gives a score_mod PyTorch's module name; its tensors still get gradients."""
+    table = torch.tensor([2.0, 3.0], requires_grad=True)
+
+    @functools.wraps(torch.nn.functional.silu)
+    def wrapped(score, b, h, q, k):
+        return score * table[h]
+
+    query, key, value = torch.randn(3, 1, 8, 2, 8, generator=torch.Generator().manual_seed(0))
+    out = bridge.flash_attention(query, key, value, score_mod=wrapped)
+    want = bridge.flash_attention(query * table.detach()[:, None], key, value)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    assert torch.autograd.grad(out.square().sum(), table)[0].abs().min() > 0
