@@ -1,6 +1,5 @@
 """A decoder-only Transformer as an nnx module."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,26 +8,22 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jax_kernels import dispatch
 from jax_kernels.masks.checks import is_array
-from jax_kernels.models.block import Block, run_block, stacked
-from jax_kernels.models.changes import refuse_changes
+from jax_kernels.models.block import Block
+from jax_kernels.models.block_stack import run_blocks
 from jax_kernels.models.config import TransformerConfig, check_kind
 from jax_kernels.models.generate import check_generation, generate
+from jax_kernels.models.head import head_kernel, head_logits
 from jax_kernels.models.layers.attention import KVCache
 from jax_kernels.models.layers.delayed_scaling import AmaxHistory, recording
-from jax_kernels.models.layers.linear import computes_its_kernel
 from jax_kernels.models.layers.normalization import RMSNorm
-from jax_kernels.models.layers.quantized import QuantizedLinear, QuantizedWeight
+from jax_kernels.models.layers.quantized import QuantizedWeight
 from jax_kernels.models.layers.routing import ExpertBias, Routing
-from jax_kernels.models.parallel.pipeline import pipelined
 from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.models.training.losses import linear_cross_entropy
-from jax_kernels.models.training.packing import DealtDocuments, Packed, packed
+from jax_kernels.models.training.packing import DealtDocuments, packed
 from jax_kernels.models.training.token_ids import check_targets, checked_tokens, usable_ids
-from jax_kernels.ops.matmul.matmul import matmul
 from jax_kernels.plain_numbers import plain
-from jax_kernels.quantization import dequantize
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["Block", "Transformer", "flat_parameters"]
@@ -287,7 +282,7 @@ class Transformer(nnx.Module):
             return under_auto_axes(losses, self, (tokens, targets, segment_ids, weights), (of_losses, of_routing))
         x, order, routing = self._hidden(tokens, None, segment_ids, targets, records=records)
         tied = self.config.tie_embeddings
-        w = self.embed[...] if tied else self._head_kernel(x.dtype)
+        w = self.embed[...] if tied else head_kernel(self.head, x.dtype)
         if order is not None:
             targets, weights = targets[:, order], None if weights is None else weights[:, order]
         found = linear_cross_entropy(
@@ -406,78 +401,8 @@ class Transformer(nnx.Module):
             tokens, embeddings, documents = jax.tree.map(lambda x: x[:, order], (tokens, embeddings, documents))
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = self._constrained(x.astype(self.config.dtype))
-        target = dispatch.target_device(x), dispatch.interpreting()
-
-        def block(graphdef: Any, state: Any, x: jax.Array, documents: Packed | DealtDocuments | None = None) -> Any:
-            options: Any = {"graphdef": graphdef, "remat": self.config.remat, "target": target, "records": records}
-            x, *others = run_block(state, x, documents, **options)
-            return self._constrained(x.astype(self.config.dtype)), others
-
-        stages = self.rules.mesh_axes("stage", len(self.layers), jax.sharding.get_abstract_mesh())
-        if stages and self.config.expert_layers:
-            raise ValueError(f"mesh: got stages along {stages[0]!r} with experts, want a mesh without stages")
-        if stages and is_dealt:
-            raise ValueError(f"mesh: got stages along {stages[0]!r} with deal_documents, want a mesh without stages")
-        if stages and records:
-            raise NotImplementedError(
-                f"mesh: got stages along {stages[0]!r} with fp8_scaling='delayed', want a mesh without stages"
-            )
-        routing: Any = None
-        if stages:
-            graphdef, states = self._split_alike()
-            x = self._pipelined(functools.partial(block, graphdef), stacked(states, x.dtype), x, documents, stages[0])
-        elif self.config.scan_layers:
-            graphdef, states = self._split_alike()
-            step = lambda x, state: block(graphdef, state, x, documents)
-            x, (routing, changes) = jax.lax.scan(step, x, stacked(states, x.dtype))
-            for which, layer in enumerate(self.layers):
-                nnx.update(layer, jax.tree.map(lambda y, which=which: y[which], changes))
-        else:
-            routings = []
-            for layer in self.layers:
-                graphdef, state = nnx.split(layer)
-                x, (of_block, changes) = block(graphdef, state, x, documents)
-                routings += [] if of_block is None else [of_block]
-                nnx.update(layer, changes)
-            routing = jax.tree.map(lambda *xs: jnp.stack(xs), *routings) if routings else None
+        x, routing = run_blocks(self.layers, x, documents, config=self.config, rules=self.rules, records=records)
         return self.final_norm(x), order, routing
-
-    def _split_alike(self) -> tuple[Any, Any]:
-        """(the graphdef of all blocks, the state of each). Raises ValueError for blocks that differ."""
-        graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
-        if any(other != graphdefs[0] for other in graphdefs):
-            raise ValueError(
-                "layers: got blocks that differ, such as one that quantize_weights skipped, with scan_layers or "
-                "stages, want blocks of one kind"
-            )
-        return graphdefs[0], states
-
-    def _pipelined(
-        self, block: Any, states: Any, x: jax.Array, documents: Packed | DealtDocuments | None, axis: str
-    ) -> jax.Array:
-        """x after all blocks, with the blocks in stages along the mesh axis `axis`.
-
-        block: block(state, x, documents) -> (x, (routing, changes)). states: of all blocks, stacked along the first
-        axis. Raises NotImplementedError if a block changes its Variables.
-        """
-
-        def one(*given: Any) -> jax.Array:
-            x, (_, changes) = block(*given)
-            refuse_changes(changes, f"stages along {axis!r}", "a mesh without stages")
-            return x
-
-        mesh = jax.sharding.get_abstract_mesh()
-        tokens = self.rules.mesh_axes("tokens", x.shape[1], mesh)
-        return pipelined(
-            one,
-            states,
-            x,
-            axis=axis,
-            microbatches=self.config.microbatches or mesh.shape[axis],
-            batch=self.rules.mesh_axes("batch", x.shape[0], mesh),
-            tokens=tokens[0] if tokens else None,
-            beside=documents,
-        )
 
     def _constrained(self, x: jax.Array) -> jax.Array:
         """x [B, T, model_dim], sharded by the rules over the mesh of jax.set_mesh."""
@@ -485,37 +410,12 @@ class Transformer(nnx.Module):
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """The head's logits, float32 [B, T, vocab_size], from the final norm's result."""
-        if not self.config.tie_embeddings and not _computes_its_kernel(self.head):
-            logits = self.head(x).astype(jnp.float32)
-        elif not self.config.tie_embeddings and isinstance(self.head, QuantizedLinear):
-            logits = matmul(x, self.head.kernel, out_dtype=jnp.float32, implementation=self.head.implementation)
+        if self.config.tie_embeddings:
+            logits = jnp.matmul(x, self.embed[...].T.astype(x.dtype), preferred_element_type=jnp.float32)
         else:
-            kernel = self.embed[...].T if self.config.tie_embeddings else self._head_kernel(x.dtype)
-            logits = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+            logits = head_logits(self.head, x)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-    def _head_kernel(self, dtype: Any) -> jax.Array:
-        """The head's matrix [model_dim, vocab_size]. A low-bit matrix is dequantised to dtype; others keep their
-        dtype.
-
-        Raises NotImplementedError for a head that is more than a matmul with its kernel, such as an nnx.LoRA.
-        """
-        if not _computes_its_kernel(self.head):
-            got = f"a {type(self.head).__name__} with a bias, an activation, a precision or a call of its own"
-            want = "an nnx.Linear or QuantizedLinear without them: the loss reads only the kernel"
-            raise NotImplementedError(f"head: got {got}, want {want}")
-        is_quantized = isinstance(self.head, QuantizedLinear)
-        return dequantize(self.head.kernel, dtype) if is_quantized else self.head.kernel[...]
-
-
-def _computes_its_kernel(head: Any) -> bool:
-    """Whether a call of the head is only a matmul with head.kernel, in the dtype of x."""
-    if type(head).__call__ is nnx.Linear.__call__:
-        return head.bias is None
-    if type(head).__call__ is QuantizedLinear.__call__:
-        return head.bias is None and head.activation is None
-    return computes_its_kernel(head) and head.precision is None
 
 
 def flat_parameters(model: nnx.Module | nnx.State) -> dict[str, np.ndarray]:
