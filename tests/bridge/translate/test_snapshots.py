@@ -159,6 +159,18 @@ def test_equal_snapshots():
     assert snapshots.snapshot(reads) is reads
 
 
+def test_twin_whose_helper_is_another(monkeypatch):
+    """A function and its helper have the values of their time, also if the first helper changes later."""
+    helper, change = _closure()
+    monkeypatch.setitem(globals(), "HELPER", helper)
+    calls_helper = lambda x: HELPER(x)  # noqa: F821
+    torch.testing.assert_close(bridge.matmul(X, W.T, activation=calls_helper), 2 * (X @ W.T), rtol=1e-5, atol=1e-5)
+    change()
+    monkeypatch.setitem(globals(), "HELPER", _closure()[0])
+    got = bridge.matmul(X[:2], W.T, activation=calls_helper)
+    torch.testing.assert_close(got, 2 * (X[:2] @ W.T), rtol=1e-5, atol=1e-5)
+
+
 def test_functions_of_libraries_are_their_own_snapshots():
     for function in (torch.nn.functional.silu, torch.relu, torch.nn.functional.hardswish):
         assert snapshots.snapshot(function) is function

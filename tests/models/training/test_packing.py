@@ -24,7 +24,7 @@ from jax_kernels.models import (
     read_documents,
     within_documents,
 )
-from jax_kernels.models.training.packing import packed
+from jax_kernels.models.training.packing import packed, run_ids
 
 SHAPE = {"vocab_size": 50, "model_dim": 16, "num_layers": 1, "num_heads": 4, "mlp_dim": 32}
 LENGTHS = (6, 1, 6)  # lengths of a row's documents, before two tokens of padding
@@ -66,6 +66,12 @@ def test_an_id_that_comes_back_is_another_document(kind):
     call = nnx.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids))
     got, want = call(model, row(), again), call(model, row(), IDS)
     np.testing.assert_array_equal(got[again >= 0], want[again >= 0])
+
+
+def test_ids_of_runs():
+    """Padding keeps an id below 0, which marks it for the embedding and the losses."""
+    given = jnp.asarray([[3, 3, -1, -1, 3, -7], [5, 5, 4, 4, 5, 5]])
+    np.testing.assert_array_equal(run_ids(given), [[0, 0, -1, -1, 2, -1], [0, 0, 1, 1, 2, 2]])
 
 
 def test_given_positions_are_used():
