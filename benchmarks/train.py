@@ -19,7 +19,8 @@ for the Llama.
 
 With --curve STEPS each contender trains that many steps on the bytes of Python's standard library. Its row has the loss
 of each step instead of times; `loss` is the mean of the last 50 steps, `held_out_loss` is on text that was not seen.
-All contenders have the same batches, initial parameters and schedule.
+All contenders have the same batches, initial parameters and schedule. With --seeds each trains once with each seed of
+the parameters and batches; a ratio compares the losses of one seed.
 
     PYTHONPATH=. python benchmarks/train.py --curve 2000 --contenders products,fp8-products,fp8-delayed-products \\
         --layers 8 --width 512 --heads 8 --mlp 1408 --vocabulary 256 --batch 16 --seq-len 1024 --limit 600 --budget 590
@@ -67,6 +68,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=command_line.positive(float), default=400, help=text)
     text = "steps of training on real text, whose losses are the result, instead of times"
     parser.add_argument("--curve", type=command_line.positive(int), default=None, help=text)
+    text = "comma list of the seeds of --curve"
+    parser.add_argument("--seeds", default="0", help=text)
     text = "time the kernels of the first GPU in an extra turn, by CUPTI: profile_ms of the rows"
     parser.add_argument("--profile", action="store_true", help=text)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -79,10 +82,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(args: argparse.Namespace) -> list[TrainCase]:
-    """Raises ValueError for an unknown contender or mesh."""
+    """Raises ValueError for an unknown contender or mesh, and for wrong seeds."""
+    if args.seeds != "0" and not args.curve:
+        raise ValueError(f"seeds: got {args.seeds!r} without --curve, want --curve, which alone has seeds")
+    try:
+        seeds = command_line.numbers(args.seeds, least=0)
+    except ValueError as error:
+        raise ValueError(f"seeds: {error}") from None
     names = [name.strip() for name in args.contenders.split(",")] if args.contenders else []
 
-    def case(name: str, mesh: str) -> TrainCase:
+    def case(name: str, mesh: str, seed: int) -> TrainCase:
         return TrainCase(
             name=name,
             mesh=mesh,
@@ -99,12 +108,13 @@ def cases(args: argparse.Namespace) -> list[TrainCase]:
             rounds=args.rounds,
             has_profile=args.profile,
             curve=args.curve or 0,
+            seed=seed,
         )
 
     of_meshes = [mesh.rpartition(":") for mesh in args.meshes]
-    return [case(name, "") for name in names] + [
-        case(name or [*names, "products"][0], mesh) for name, _, mesh in of_meshes
-    ]
+    runs = [(name, "") for name in names]
+    runs += [(name or [*names, "products"][0], mesh) for name, _, mesh in of_meshes]
+    return [case(name, mesh, seed) for seed in seeds for name, mesh in runs]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,20 +163,21 @@ def findings(row: dict[str, Any]) -> str:
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> Table:
-    """The losses at ten steps of each contender, the last losses, and their ratio to the first contender's."""
+    """The losses at ten steps of each contender, the last losses, and their ratio to the first's of that seed."""
     made = Table(title="nats per byte")
     steps = max((row["steps"] for row in rows if "losses" in row), default=1)
     marks = sorted({max(1, round(steps * i / 10)) for i in range(1, 11)})
-    for column in ("contender", *(f"step {mark}" for mark in marks), "last 50", "held out", "ratio"):
+    for column in ("contender", "seed", *(f"step {mark}" for mark in marks), "last 50", "held out", "ratio"):
         made.add_column(column, justify="left" if column == "contender" else "right")
-    first = next((row["loss"] for row in rows if "losses" in row), None)
+    first: dict[int, float] = {}
     for row in rows:
         if "losses" not in row:
             made.add_row(row["contender"], row["status"])
             continue
         values = (f"{row['losses'][mark - 1]:.3f}" for mark in marks)
         held = "" if row["held_out_loss"] is None else f"{row['held_out_loss']:.4f}"
-        made.add_row(row["contender"], *values, f"{row['loss']:.4f}", held, f"{row['loss'] / first:.4f}")
+        ratio = row["loss"] / first.setdefault(row["seed"], row["loss"])
+        made.add_row(row["contender"], str(row["seed"]), *values, f"{row['loss']:.4f}", held, f"{ratio:.4f}")
     return made
 
 

@@ -43,14 +43,15 @@ def positive(kind: type) -> Any:
     return number
 
 
-def numbers(text: str) -> list[int]:
-    """The integers of a comma list. Raises ValueError for a word that is not a positive integer."""
+def numbers(text: str, *, least: int = 1) -> list[int]:
+    """The integers of a comma list. Raises ValueError for a word that is not an integer of `least` or more."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise ValueError(f"got {text!r}, want positive integers with commas between them")
+        found = []
+    if not found or min(found) < least:
+        kind = "positive integers" if least == 1 else f"integers of {least} or more"
+        raise ValueError(f"got {text!r}, want {kind} with commas between them")
     return found
 
 

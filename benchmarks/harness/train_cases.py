@@ -28,7 +28,7 @@ class TrainCase:
     batch: of one device. A mesh of n devices has n times the batch, also along "sequence", where each device has a
     shard of each sequence: so the work per token, which depends on the sequence length, stays the same. has_profile:
     whether CUPTI records the time of each kernel in an extra turn. curve: the number of steps on real text whose losses
-    are the result; 0 for times.
+    are the result; 0 for times. seed: of the initial parameters and the order of the text, of curves alone.
     """
 
     name: str
@@ -46,6 +46,7 @@ class TrainCase:
     rounds: int
     has_profile: bool = False
     curve: int = 0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         known = self.policy in POLICIES and all(word in PREFIXES for word in self.prefixes)
@@ -73,7 +74,8 @@ class TrainCase:
 
     @property
     def label(self) -> str:
-        return f"{self.name} {self.mesh}".strip()
+        seed = f"seed {self.seed}" if self.curve else ""
+        return " ".join(word for word in (self.name, self.mesh, seed) if word)
 
     @property
     def axes(self) -> dict[str, int]:

@@ -14,8 +14,8 @@ def losses_of(case: Any, config: Any) -> dict[str, Any]:
     """The row of a contender: its losses in nats per byte, step by step, by Trainer on the .py files of Python.
 
     The batches, the initial parameters and the schedule (AdamW, a linear warm-up over 5 % of the steps, then a cosine)
-    depend on the case's sizes alone, so that contenders differ in their arithmetic only. case: a TrainCase. config: its
-    TransformerConfig.
+    depend on the case's sizes and seed alone, so that contenders differ in their arithmetic only. case: a TrainCase.
+    config: its TransformerConfig.
     """
     import jax
     import numpy as np
@@ -29,9 +29,10 @@ def losses_of(case: Any, config: Any) -> dict[str, Any]:
     mesh = make_mesh(case.axes or {"data": 1})
     steps, warmup = case.curve, max(1, round(WARMUP * case.curve))
     schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, warmup, max(steps, warmup + 1))
-    trainer = Trainer(config, optax.adamw(schedule, b2=0.95, weight_decay=0.1), mesh=mesh)
+    trainer = Trainer(config, optax.adamw(schedule, b2=0.95, weight_decay=0.1), mesh=mesh, seed=case.seed)
     batch, length = case.shape
-    seen, held_out = (TokenBatches(part, length, batch, mesh=mesh) for part in (text[:cut], text[cut:]))
+    seen = TokenBatches(text[:cut], length, batch, mesh=mesh, seed=case.seed)
+    held_out = TokenBatches(text[cut:], length, batch, mesh=mesh)
     found: list[Any] = []
     start = time.perf_counter()
     trainer.fit(seen, steps, on_step=lambda step, of: found.append((of["loss"], of["gradient_norm"])))
@@ -42,6 +43,7 @@ def losses_of(case: Any, config: Any) -> dict[str, Any]:
     return {
         "device": jax.devices()[0].device_kind,
         "devices": case.devices,
+        "seed": case.seed,
         "batch": batch,
         "seq_len": length,
         "text_bytes": len(text),

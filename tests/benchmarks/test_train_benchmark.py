@@ -63,6 +63,40 @@ def test_curves_of_contenders_are_comparable(tmp_path, run_script):
         assert not np.array_equal(losses[name], want)
     assert "held out" in done.stdout
     assert all(0 < row["held_out_loss"] < 6 for row in rows)
+    words = f"{words} --seeds 0,1 --contenders xla-products --limit 120 --output {path}"
+    done = run_script("train.py", *words.split())
+    assert done.returncode == 0, done.stderr + done.stdout
+    same, other = json.loads(path.read_text())["rows"]
+    assert (same["seed"], other["seed"]) == (0, 1)
+    np.testing.assert_allclose(same["losses"], want, atol=1e-3)
+    assert abs(other["losses"][0] - want[0]) > 1e-3
+
+
+def test_curves_have_seeds():
+    """Each seed trains each contender, and a ratio compares two losses of one seed."""
+    words = "--vocabulary 256 --curve 5 --contenders products,fp8-products"
+    found = train.cases(train.arguments([*words.split(), "--seeds", "0,7"]))
+    names = ["products", "fp8-products"]
+    assert [(case.seed, case.name) for case in found] == [(seed, name) for seed in (0, 7) for name in names]
+    assert found[3].label == "fp8-products seed 7"
+    losses = {(0, "products"): 2.0, (0, "fp8-products"): 3.0, (7, "products"): 4.0, (7, "fp8-products"): 5.0}
+    rows = [
+        {"contender": name, "seed": seed, "steps": 1, "losses": [loss], "loss": loss, "held_out_loss": None}
+        for (seed, name), loss in losses.items()
+    ]
+    ratios = list(train.curves(rows).columns[-1].cells)
+    assert ratios == ["1.0000", "1.5000", "1.0000", "1.2500"]
+
+
+def test_bad_seeds(capsys):
+    for words, message in [
+        (["--seeds", "1"], "seeds: got '1' without --curve, want --curve"),
+        (["--seeds", "1,x", "--curve", "5"], "seeds: got '1,x', want integers of 0 or more with commas between them"),
+        (["--seeds", "-1", "--curve", "5"], "seeds: got '-1', want integers of 0 or more"),
+    ]:
+        with pytest.raises(SystemExit):
+            train.arguments([*words, "--vocabulary", "256", "--contenders", "products"])
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_step_flops_are_counted():
