@@ -1,6 +1,7 @@
 """A block of the decoder: norms, attention and MLP, as an nnx module."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax_kernels.models.layers.delayed_scaling import recording
 from jax_kernels.models.layers.linear import GatedMLP
 from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
 from jax_kernels.models.layers.normalization import RMSNorm, with_input
-from jax_kernels.models.layers.routing import RouterKernel, Routing
+from jax_kernels.models.layers.routing import Routing
 from jax_kernels.models.parallel.sharding import ShardingRules
 from jax_kernels.models.training.packing import DealtDocuments, Packed
 from jax_kernels.models.training.remat import recomputed
@@ -179,7 +180,8 @@ def run_block(
     """
 
     if remat == "products":
-        state = rounded(state, x.dtype)  # before the checkpoint, so that the backward does not round them again
+        # before the checkpoint, so that the backward does not round them again
+        state = rounded(state, matrices_rounded_to(x.dtype, graphdef, state), x.dtype)
 
     def block(state: Any, x: jax.Array, documents: Packed | DealtDocuments | None) -> Any:
         before, module = held_arrays(state), nnx.merge(graphdef, state)
@@ -190,21 +192,32 @@ def run_block(
     return recomputed(block, remat)(state, x, documents)
 
 
-def stacked(states: Any, dtype: Any) -> Any:
+def stacked(graphdef: Any, states: Sequence[Any], dtype: Any) -> Any:
     """The states of all blocks as one state, whose arrays have a first axis for the blocks.
 
-    Parameter matrices are rounded to dtype here, the computation's, as their matmuls would round them. Stacking then
-    costs no extra pass over memory. A router's matrix is not rounded.
+    graphdef: of each block. Matrices that the blocks' matmuls round to dtype are rounded here: stacking then costs no
+    extra pass over memory.
     """
+    paths = matrices_rounded_to(dtype, graphdef, states[0])
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *(rounded(state, paths, dtype) for state in states))
 
-    states = [rounded(state, dtype) for state in states]
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+
+def matrices_rounded_to(dtype: Any, graphdef: Any, state: Any) -> frozenset[tuple[Any, ...]]:
+    """The paths of the block's matrices that their modules round to dtype before each use.
+
+    Others, such as a router's, a LoRA's or a user's module's, are used in their own dtype.
+    """
+    paths = set()
+    for path, node in nnx.iter_graph(nnx.merge(graphdef, state)):
+        is_linear, has_experts = isinstance(node, nnx.Linear), isinstance(node, MixtureOfExperts)
+        is_known = type(node).__module__.partition(".")[0] in ("flax", "jax_kernels")  # others may use any dtype
+        if is_known and (is_linear or has_experts) and node.dtype is not None and jnp.dtype(node.dtype) == dtype:
+            names = [("kernel",)] if is_linear else [("gate_proj",), ("up_proj",), ("down_proj",)]
+            paths |= {path + name for name in names}
+    return frozenset(paths)
 
 
-def rounded(state: Any, dtype: Any) -> Any:
-    """The state with its parameter matrices, but not a router's, rounded to dtype."""
-    is_matrix = lambda x: isinstance(x, nnx.Param) and not isinstance(x, RouterKernel) and x.ndim > 1
-    rounds = lambda x: is_matrix(x) and jnp.issubdtype(x.dtype, jnp.floating)
-    is_variable = lambda x: isinstance(x, nnx.Variable)
-    in_dtype = lambda x: x.replace(x[...].astype(dtype)) if rounds(x) else x
-    return jax.tree.map(in_dtype, state, is_leaf=is_variable)
+def rounded(state: Any, paths: frozenset[tuple[Any, ...]], dtype: Any) -> Any:
+    """The state with the matrices at these paths in dtype."""
+    in_dtype = lambda path, x: x.replace(x[...].astype(dtype)) if path in paths else x
+    return nnx.map_state(in_dtype, state)

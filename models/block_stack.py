@@ -47,11 +47,11 @@ def run_blocks(
         _check_stages(stages[0], config, documents, records)
         graphdef, states = _split_alike(layers)
         run = functools.partial(block, graphdef)
-        return _pipelined(run, stacked(states, x.dtype), x, documents, stages[0], config, rules), None
+        return _pipelined(run, stacked(graphdef, states, x.dtype), x, documents, stages[0], config, rules), None
     if config.scan_layers:
         graphdef, states = _split_alike(layers)
         step = lambda x, state: block(graphdef, state, x, documents)
-        x, (routing, changes) = jax.lax.scan(step, x, stacked(states, x.dtype))
+        x, (routing, changes) = jax.lax.scan(step, x, stacked(graphdef, states, x.dtype))
         for which, layer in enumerate(layers):
             nnx.update(layer, jax.tree.map(lambda y, which=which: y[which], changes))
         return x, routing

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from jax_kernels.models import Transformer, TransformerConfig
+from jax_kernels.models import ExpertsConfig, Transformer, TransformerConfig
+from jax_kernels.models.block import matrices_rounded_to
 
 TOKENS = np.arange(16).reshape(2, 8)
 LAYERS = 2
@@ -113,3 +114,39 @@ def test_the_residual_stream_keeps_its_dtype_after_a_wider_mlp():
         hidden, _, _ = model._hidden(jnp.asarray(TOKENS), None)
         assert hidden.dtype == jnp.bfloat16
         assert np.isfinite(model(TOKENS)).all()
+
+
+@pytest.mark.parametrize("options", [{"scan_layers": True}, {"remat": "products"}], ids=str)
+def test_matrices_keep_their_dtype_in_a_scan(options):
+    """Only matrices that the blocks' matmuls round are rounded before the blocks."""
+    seen = []
+
+    class WithMatrix(nnx.Module):
+        def __init__(self, mlp):
+            self.mlp = mlp
+            self.lora = nnx.LoRA(16, 2, 16, rngs=nnx.Rngs(0))
+            self.matrix = nnx.Param(jnp.full((16, 16), 1 / 3, jnp.float32))
+
+        def __call__(self, x, *, residual):
+            seen.append([str(y.dtype) for y in (self.mlp.up_proj.kernel, self.lora.lora_a, self.matrix)])
+            return self.mlp(x, residual=residual)
+
+    model = made(dtype="bfloat16", **options)
+    for layer in model.layers:
+        layer.mlp = WithMatrix(layer.mlp)
+    assert np.isfinite(model(TOKENS)).all()
+    assert seen
+    assert all(dtypes == ["bfloat16", "float32", "float32"] for dtypes in seen)
+
+
+def test_matrices_that_blocks_round():
+    projections = {("attention", f"{name}_proj", "kernel") for name in ("q", "k", "v", "out")}
+    experts = ExpertsConfig(num_experts=2, experts_per_token=1, shared_experts=1)
+    shared = {("mlp", "shared", f"{name}_proj", "kernel") for name in ("gate", "up", "down")}
+    for options, mlp in [
+        ({}, {("mlp", f"{name}_proj", "kernel") for name in ("gate", "up", "down")}),
+        ({"experts": experts}, shared | {("mlp", f"{name}_proj") for name in ("gate", "up", "down")}),
+    ]:
+        split = nnx.split(made(dtype="bfloat16", **options).layers[0])
+        assert matrices_rounded_to(jnp.bfloat16, *split) == projections | mlp
+        assert not matrices_rounded_to(jnp.float16, *split)
