@@ -190,21 +190,21 @@ def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float | None]:
 
 
 def has_record(path: Path, losses: list[float | None]) -> bool:
-    """Whether the train.json at `path` can be read and has these losses."""
+    """Whether the train.json at `path` can be read and has these losses, and loss.png is in its folder."""
     try:
-        return json.loads(path.read_text())["losses"] == losses
+        return json.loads(path.read_text())["losses"] == losses and path.with_name("loss.png").is_file()
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
-    """Writes `record` as JSON to `path`, train.json, and a plot of its losses to loss.png in the same folder.
+    """Writes a plot of the losses in `record` to loss.png, then `record` as JSON to `path`, train.json, in its folder.
 
     Raises NotWritten, which names the newest checkpoint.
     """
     try:
+        plot_losses(path.with_name("loss.png"), record["losses"])  # first: has_record reads only train.json
         write_whole(path, json.dumps(record, indent=1))
-        plot_losses(path.with_name("loss.png"), record["losses"])
     except OSError as error:
         newest = newest_in_words(trainer.latest)
         raise NotWritten(f"folder: {path} cannot be written ({reason(error)}); {newest}") from error

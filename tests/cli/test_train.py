@@ -324,6 +324,19 @@ def test_last_step_is_checked_and_a_finished_run_reported(tmp_path, text, capsys
         assert f"nothing to train: the run in {out} has had its 2 steps" in said
         assert ("wrote" in said) == (cut is not None)
         assert (out / "train.json").read_bytes() == first
+    (out / "loss.png").unlink()
+    code, said, _ = ended(capsys, *words)
+    assert (code, "wrote" in said) == (0, True)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_kill_between_the_files_leaves_no_old_plot(tmp_path, monkeypatch):
+    """train.json is written after the plot, so that a run without it plots the losses again."""
+    written = []
+    monkeypatch.setattr(train_run, "plot_losses", lambda path, losses: written.append(path.name))
+    monkeypatch.setattr(train_run, "write_whole", lambda path, data: written.append(path.name))
+    train_run.write_record(tmp_path / "train.json", {"losses": [1.0]}, None)
+    assert written == ["loss.png", "train.json"]
 
 
 def test_locked_folder_and_failing_disks(tmp_path, text, capsys, monkeypatch):
