@@ -148,7 +148,7 @@ class Trainer(TrainerCheckpoints):
         }
         if self._first_scale is not None:
             self.state["loss_scale"] = self._on_all_devices(first_state(self._first_scale))
-        self._kept: tuple[int, dict[str, Any]] | None = None  # the step and the run of the state's own checkpoint
+        self._kept: tuple[int, Any, Any] | None = None  # the step, run and digests of the state's own checkpoint
         self._manager = None if folder is None else checkpoints.manager(Path(folder), keep)
         self._lock = None if folder is None else FolderLock(Path(folder))
 

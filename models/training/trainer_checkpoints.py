@@ -85,28 +85,27 @@ class TrainerCheckpoints:
         On a GPU it is written while training goes on; the next save and `close` wait for it.
 
         Raises:
-          ValueError: `folder` has a checkpoint of this or a later step that is not the state's own, or another run
-            writes it: see lock_folder.
+          ValueError: `folder` has a checkpoint of this or a later step that is not the state's own, such as after the
+            state has been changed without a step, or another run writes it: see lock_folder.
           TypeError: `run` is not a mapping of JSON values.
           FloatingPointError: see check_finite. The earlier checkpoints stay.
           OSError: the checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint.
         """
         import orbax.checkpoint as ocp
 
-        of_run = as_json(run)
-        if self._kept == (self.step, of_run):
+        of_run, of_state = as_json(run), checkpoints.digests(self.state, self.mesh)
+        if self._kept == (self.step, of_run, of_state):
             return  # already saved
         self._claim(and_this=True)
         self.check_finite()
-        kept = {"config": dataclasses.asdict(self.config), "run": of_run}
-        kept["digests"] = checkpoints.digests(self.state, self.mesh)
+        kept = {"config": dataclasses.asdict(self.config), "run": of_run, "digests": of_state}
         items = ocp.args.Composite(state=ocp.args.StandardSave(self.state), run=ocp.args.JsonSave(kept))
         self._kept = None
         with checkpoints.writing(self._checkpoints, self.step):
             is_taken = self._checkpoints.save(self.step, args=items)
         if not is_taken:
             raise RuntimeError(f"folder: orbax took no checkpoint of step {self.step}")
-        self._kept = self.step, of_run
+        self._kept = self.step, of_run, of_state
 
     def _check_newest(self, *, and_this: bool = False) -> None:
         """Raises ValueError if the folder has a checkpoint of a later step than the state; with and_this, also of the
@@ -159,7 +158,7 @@ class TrainerCheckpoints:
         self._check_config(kept["config"])
         self.state = self._read_state(step, kept)
         self.step = int(self.state["step"])
-        self._kept = self.step, dict(kept["run"])
+        self._kept = self.step, dict(kept["run"]), checkpoints.digests(self.state, self.mesh)
         for later in [x for x in steps if remove_later and x > self.step]:
             self._checkpoints.delete(later)
         return kept["run"]

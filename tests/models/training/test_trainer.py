@@ -162,6 +162,9 @@ def test_run_resumes_from_an_earlier_step(tmp_path):
     first.save()  # it is there
     with pytest.raises(ValueError, match="folder: got a checkpoint of step 4 with a state of step 4"):
         first.save({"other": 1})
+    first.model.embed[...] *= 2  # the state's own array
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 4 with a state of step 4"):
+        first.save()
     first.close()
     again = trainer()
     again.restore(2)
