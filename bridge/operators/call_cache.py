@@ -34,6 +34,7 @@ _is_transforming = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
 _limit = chunks.limit
 _functions_looking_on = torch._C._len_torch_function_stack
+_recorder = torch._C._get_tracing_state
 
 
 def _never(*tensors: torch.Tensor) -> bool:
@@ -90,9 +91,11 @@ class CallCache:
     def lookup(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
         """The cached call for these statics and tensors; None if there is none, or if the call must run in full.
 
-        A call runs in full under forward-mode differentiation or a torch function mode. Code that torch.compile traces
-        must not call it.
+        A call runs in full under torch.jit.trace, forward-mode differentiation or a torch function mode. Code that
+        torch.compile traces must not call it.
         """
+        if _recorder() is not None:  # its errors end the trace, and must reach the caller of torch.jit.trace
+            return None
         call = self._last
         try:
             is_last = call.has_grad is _is_grad_enabled() and call.is_direct is _ROUTE.is_enabled

@@ -241,3 +241,14 @@ def test_jit_trace_records_the_operator(name):
             results = [torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (got, want)]
             for ours, right in zip(*results, strict=True):
                 torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_jit_trace_of_a_function_with_parameters_raises():
+    """PyTorch's error reaches the caller, also after a cached call; swallowed, it ends the trace and crashes PyTorch."""
+    for module in (bridge.nn.Linear(16, 16), bridge.nn.AdaptiveAttention(16, 2)):
+        module(X)
+        module(X)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Cannot insert a Tensor that requires grad as a constant"):
+                torch.jit.trace(lambda x, module=module: module(x), (X,), check_trace=False)
