@@ -21,7 +21,7 @@ __all__ = ["attention", "attention_mask"]
 
 _NOT_GIVEN: Any = object()
 # Arguments that would change the attention, and that neither this library nor PyTorch's attention supports.
-_REFUSED = ("indices", "block_indices")
+_REFUSED = ("indices", "block_indices", "sinks")
 # Types of models that declare no support of PyTorch's attention, and whose layers' is_causal is right all the same.
 _CAUSAL_LAYERS = ("gemma2", "gpt_oss", "vaultgemma")
 
@@ -61,8 +61,9 @@ def attention(
       s_aux: the sinks, [H], logits that only join the softmax's denominator.
       position_bias: added to the scores, broadcastable to [B, H, T, S].
       others: cu_seq_lens_q: int32 [documents + 1], the start of each document in a packed sequence. output_attentions:
-        whether to return the weights. head_mask: [H] or broadcastable to [B, H, T, S], multiplies the weights. indices
-        and block_indices are refused. Further arguments have no effect on attention.
+        whether to return the weights. head_mask: [H] or broadcastable to [B, H, T, S], multiplies the weights. indices,
+        block_indices and sinks (of each query, unlike s_aux) are refused. Further arguments have no effect on
+        attention.
 
     Returns:
       (out [B, T, H, Dv], None), or with output_attentions (out, weights [B, H, T, S]). A query that may attend to no

@@ -336,7 +336,7 @@ def test_errors(monkeypatch):
         config_of("llama"), attn_implementation=bridge.huggingface.register()
     )
     layer, (query, key, value) = torch.nn.Module(), torch.randn(3, 1, 4, 12, 16)
-    for name in ("indices", "block_indices"):
+    for name in ("indices", "block_indices", "sinks"):
         with pytest.raises(NotImplementedError, match=f"^{name}: got one, want None"):
             huggingface.attention(layer, query, key, value, None, **{name: query})
     # Nothing says whether this layer has the window of its config.
