@@ -245,7 +245,7 @@ def test_jit_trace_records_the_operator(name):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit_trace_of_a_function_with_parameters_raises():
-    """PyTorch's error reaches the caller, also after a cached call; swallowed, it ends the trace and crashes PyTorch."""
+    """PyTorch's error reaches the caller, also after a cached call. Else PyTorch crashes at the end of the trace."""
     for module in (bridge.nn.Linear(16, 16), bridge.nn.AdaptiveAttention(16, 2)):
         module(X)
         module(X)
