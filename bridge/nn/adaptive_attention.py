@@ -7,7 +7,7 @@ import torch
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.interop.dlpack import check_dense
-from jax_kernels.bridge.nn.layers import check_flags, check_input, empty_attention, positive
+from jax_kernels.bridge.nn.layers import check_flags, check_input, empty_attention, positive, uncomputed_weight
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.explain import explain
@@ -134,8 +134,9 @@ class AdaptiveAttention(torch.nn.Module):
         name_of_source = "x" if context is None else "context"
         # A layer of another class, such as a QuantizedLinear, may take other dtypes than its weight's.
         is_plain = getattr(type(self.q_proj), "forward", None) is torch.nn.Linear.forward
+        weight = uncomputed_weight(self.q_proj) if is_plain else None
         for name, given, width in (("x", x, self.dim), (name_of_source, source, self.context_dim)):
-            check_input(name, given, self.q_proj.weight if is_plain else None)
+            check_input(name, given, weight)
             check_dense(name, given)
             if given.ndim != 3 or given.shape[-1] != width:
                 raise ValueError(f"{name}: got shape {tuple(given.shape)}, want [batch, length, {width}]")

@@ -6,12 +6,11 @@ import torch
 
 from jax_kernels.bridge.interop.arguments.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation
-from jax_kernels.bridge.nn.layers import check_input, computes_its_weight
+from jax_kernels.bridge.nn.layers import check_input, computes_its_weight, uncomputed_weight
 from jax_kernels.bridge.nn.linear import Linear
 from jax_kernels.bridge.nn.quantized_linear import QuantizedLinear
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.matmul import activate, gated_matmul, linear, mlp
-from jax_kernels.bridge.ops.quantization import QuantizedTensor
 from jax_kernels.bridge.translate.activations import Activation
 from jax_kernels.ops.matmul import mlp as mlp_ops
 
@@ -69,9 +68,9 @@ class GatedMLP(torch.nn.Module):
         if isinstance(x, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, x, residual=residual)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        is_few = [isinstance(getattr(layer, "weight", None), QuantizedTensor) for layer in (gate, up, down)]
+        is_few = [isinstance(layer, QuantizedLinear) for layer in (gate, up, down)]
         is_plain = [computes_its_weight(layer, Linear, QuantizedLinear) for layer in (gate, up, down)]
-        check_input("x", x, gate.weight if is_plain[0] and not is_few[0] else None)
+        check_input("x", x, uncomputed_weight(gate) if is_plain[0] and not is_few[0] else None)
         is_one = all(is_plain[:2]) and is_few[0] == is_few[1] and _options(gate) == _options(up)
         is_whole = is_one and is_plain[2] and not any(is_few) and _options(down) == _options(gate)
         if is_whole and gate.precision in mlp_ops.PRECISIONS:

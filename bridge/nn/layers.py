@@ -28,6 +28,7 @@ __all__ = [
     "keeping_dtype",
     "positive",
     "rotary_embedding",
+    "uncomputed_weight",
 ]
 
 
@@ -87,6 +88,15 @@ def computes_its_weight(layer: Any, *classes: type[torch.nn.Module]) -> bool:
     if has_hooks(layer) or has_global_hooks():
         return False
     return layer.bias is None and getattr(layer, "activation", None) is None
+
+
+def uncomputed_weight(layer: torch.nn.Module) -> torch.Tensor | None:
+    """Returns a tensor with the dtype of a layer's weight: the weight, or if it is parametrized, a parameter.
+
+    A read of a parametrized weight computes it, and in training it moves the vectors of a spectral_norm. So a call
+    reads each weight once.
+    """
+    return next(layer.parameters(), None) if "parametrizations" in layer._modules else layer.weight
 
 
 def keeping_dtype(

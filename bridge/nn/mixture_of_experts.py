@@ -153,11 +153,12 @@ class MixtureOfExperts(torch.nn.Module):
 
     def with_routing(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """Returns (the result of a call, the Routing of x's tokens), for a load-balancing loss."""
-        check_input("x", x, self.up_proj)
-        if x.shape[-1] != self.router.shape[0]:
-            raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {self.router.shape[0]}]")
+        router, gate_proj, up_proj = self.router, self.gate_proj, self.up_proj  # a read computes a parametrized one
+        check_input("x", x, up_proj)
+        if x.shape[-1] != router.shape[0]:
+            raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {router.shape[0]}]")
         tokens, each = x.reshape(-1, x.shape[-1]), self.experts_per_token
-        weights, experts, routing = self._route(tokens)
+        weights, experts, routing = self._route(tokens, router)
         pairs = experts.flatten()
         order = pairs.argsort(stable=True)
         of_all = {
@@ -167,10 +168,10 @@ class MixtureOfExperts(torch.nn.Module):
         }
         inverse = order.argsort()
         rows = TokenRows.apply(tokens, order, inverse, each)
-        if self.gate_proj is None:
-            hidden = grouped_matmul(rows, self.up_proj, activation=self.activation, **of_all)
+        if gate_proj is None:
+            hidden = grouped_matmul(rows, up_proj, activation=self.activation, **of_all)
         else:
-            hidden = grouped_gated_matmul(rows, self.gate_proj, self.up_proj, activation=self.activation, **of_all)
+            hidden = grouped_gated_matmul(rows, gate_proj, up_proj, activation=self.activation, **of_all)
         out = (
             PermutedRows.apply(grouped_matmul(hidden, self.down_proj, **of_all), inverse, order)
             .float()
@@ -198,10 +199,13 @@ class MixtureOfExperts(torch.nn.Module):
             raise ValueError(f"load: got shape {tuple(load.shape)}, want [num_experts] = {(self.num_experts,)}")
         self.expert_bias += rate * torch.sign(load.float().mean() - load)
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Routing]:
-        """Returns (weights [N, experts_per_token], experts, the Routing), of tokens x [N, model_dim], in float32."""
+    def _route(self, x: torch.Tensor, router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Routing]:
+        """Returns (weights [N, experts_per_token], experts, the Routing), of tokens x [N, model_dim], in float32.
+
+        router: [model_dim, num_experts].
+        """
         with without_autocast(x.device):
-            logits = x.float() @ self.router.float()  # FSDP may give the router another dtype
+            logits = x.float() @ router.float()  # FSDP may give the router another dtype
         scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
         preferred = scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias
         experts = preferred.sort(dim=-1, descending=True, stable=True).indices[:, : self.experts_per_token]

@@ -115,6 +115,31 @@ def test_hooks_of_all_modules():
     assert {*seen} == {*mlp.modules()}
 
 
+READERS = {
+    "AdaptiveAttention": (nn.AdaptiveAttention, 8, 2),
+    "GatedMLP": (nn.GatedMLP, 8, 6),
+    "MixtureOfExperts": (nn.MixtureOfExperts, 8, 6, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_each_call_computes_a_parametrized_weight_once(name):
+    """In training each read of a spectral_norm's weight moves its vectors, and changes the next results."""
+    cls, *arguments = READERS[name]
+    module = cls(*arguments)
+    for layer in list(module.modules()):
+        for parameter, value in list(layer.named_parameters(recurse=False)):
+            if value.ndim > 1:
+                parametrizations.spectral_norm(layer, parameter)
+    norms = [x for x in module.modules() if isinstance(x, parametrizations._SpectralNorm)]
+    reads = []
+    for norm in norms:
+        norm.register_forward_hook(lambda norm, args, out: reads.append(norm))
+    module(X[None])
+    assert len(reads) == len(norms)
+    assert {*reads} == {*norms}
+
+
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
 @pytest.mark.parametrize(
     ("cls", "arguments"), [(nn.AdaptiveAttention, (8, 2)), (nn.MultiheadDilatedAttention, (8, 2, [4], [1]))]
