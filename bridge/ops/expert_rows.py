@@ -29,7 +29,8 @@ class TokenRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        of_tokens = gradients[0][inverse].unflatten(0, (-1, ctx.each))
+        rows = gradients[0][inverse]
+        of_tokens = rows.view(-1, ctx.each, rows.shape[-1])  # is_grads_batched=True has no unflatten
         summed = of_tokens.sum(1, dtype=torch.promote_types(ctx.dtype, torch.float32))
         return summed.to(ctx.dtype), None, None, None
 

@@ -254,3 +254,15 @@ def test_residuals_are_like_x(residual):
     module = bridge.nn.MixtureOfExperts(DIM, WIDTH, EXPERTS, 2)
     with pytest.raises(ValueError, match=r"^residual: got torch\..*, want x's torch.float32 \(7, 16\)"):
         module(torch.ones(7, DIM), residual)
+
+
+def test_batched_cotangents():
+    """A Jacobian by torch.autograd.grad(is_grads_batched=True), as by one call for each row."""
+    torch.manual_seed(0)
+    module = bridge.nn.MixtureOfExperts(8, 6, 4, 2)
+    x = torch.randn(3, 8, requires_grad=True)
+    out, leaves = module(x)[0], [x, *module.parameters()]
+    got = torch.autograd.grad(out, leaves, torch.eye(8), is_grads_batched=True, retain_graph=True)
+    rows = [torch.autograd.grad(out, leaves, row, retain_graph=True) for row in torch.eye(8)]
+    for jacobian, each in zip(got, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(jacobian, torch.stack(each))
