@@ -124,7 +124,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_each_call_computes_a_parametrized_weight_once(name):
-    """In training each read of a spectral_norm's weight moves its vectors, and changes the next results."""
+    """A read of a spectral_norm's weight in training moves its vectors, and changes the next results."""
     cls, *arguments = READERS[name]
     module = cls(*arguments)
     for layer in list(module.modules()):
