@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Num
@@ -152,6 +153,17 @@ def scale_factors(x_scale: Array, w_scale: Array) -> tuple[Array, Array]:
     both = x_scale * w_scale
     is_normal = (both >= _TINY) & (both < float("inf"))
     return jnp.where(is_normal, both, x_scale), jnp.where(is_normal, 1.0, w_scale)
+
+
+def operands(x: Array, w: Array) -> tuple[Array, Array]:
+    """(x, w) for a plain matmul in float32: bfloat16 arrays in float32 if JAX's backend is a CPU; else as they are.
+
+    The results are equal. XLA compiles a bfloat16 matmul for a CPU that it cannot run if a transpose follows it.
+    """
+    if jax.default_backend() != "cpu":
+        return x, w
+    wide = lambda y: y.astype(jnp.float32) if y.dtype == jnp.bfloat16 else y
+    return wide(x), wide(w)
 
 
 def scale_shares(scale: Array) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_kernels.inputs.group_tiles import GroupTiles, group_of_rows, group_offsets, group_tiles
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult, WeightGradientInputs
-from jax_kernels.inputs.matmul import scale_shares
+from jax_kernels.inputs.matmul import operands, scale_shares
 from jax_kernels.reference.matmul import PRECISIONS, in_turn
 
 __all__ = ["gathered", "grouped_matmul", "sum_of_rows", "weight_gradient"]
@@ -140,4 +140,4 @@ def _dot(x: Any, w: Any, axes: tuple[int, int], options: GroupedOptions) -> jax.
     if options.precision == "tf32" and jax.default_backend() != "gpu":
         precision = lax.Precision.HIGHEST  # XLA has tf32 only on GPUs
     contracted = ((axes[:1], axes[1:]), ((), ()))
-    return lax.dot_general(x, w, contracted, precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(*operands(x, w), contracted, precision, preferred_element_type=jnp.float32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult, scale_factors, scale_shares
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult, operands, scale_factors, scale_shares
 from jax_kernels.quantization import formats, scale_blocks
 
 __all__ = ["in_turn", "matmul", "of_blocks"]
@@ -113,4 +113,5 @@ def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:
     precision: Any = PRECISIONS[options.precision]
     if options.precision == "tf32" and jax.default_backend() != "gpu":
         precision = lax.Precision.HIGHEST  # XLA has tf32 only on GPUs
-    return lax.dot_general(x, w, ((tuple(of_x), tuple(of_w)), ((), ())), precision, preferred_element_type=jnp.float32)
+    axes = (tuple(of_x), tuple(of_w)), ((), ())
+    return lax.dot_general(*operands(x, w), axes, precision, preferred_element_type=jnp.float32)

@@ -172,6 +172,18 @@ def test_float16_gradients_of_many_tokens():
         assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_float32_w_with_bfloat16_x(reduction):
+    """The gradient of w is in its dtype, for x with one axis of tokens and with two."""
+    x = X.astype(jnp.bfloat16)
+    loss = lambda x, w, targets: linear_cross_entropy(x, w, targets, reduction=reduction).sum()
+    want = jax.grad(lambda w: loss(x.astype(jnp.float32), w.astype(jnp.bfloat16).astype(jnp.float32), TARGETS))(W)
+    for given, targets in ((x, TARGETS), (x.reshape(-1, DEPTH), TARGETS.reshape(-1))):
+        got = jax.grad(loss, 1)(given, W, targets)
+        assert got.dtype == jnp.float32
+        assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_inside_shard_map(reduction, small_tiles):
     """The gradient of replicated weights is summed over the devices, once."""

@@ -447,3 +447,17 @@ def test_checkify_reports_no_index(sizes):
         for function in (call, gradients, jax.jit(call)):
             error, _ = checkify.checkify(function, errors=checkify.index_checks)(x)
             assert error.get() is None, (name, error.get())
+
+
+@pytest.mark.parametrize("op", [grouped_matmul, lambda x, w, *rest, **how: grouped_gated_matmul(x, w, w, *rest, **how)])
+def test_gradients_of_mapped_bfloat16_weights(op):
+    """XLA has no program on a CPU for the transposed bfloat16 matmuls of this vmap."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = (jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, ((16, 8), (2, 3, 8, 12)), strict=True))
+    sizes = jnp.array([5, 6, 5])
+    loss = lambda x, w: (op(x, w, sizes, implementation="xla").astype(jnp.float32) ** 2).sum()
+    got = jax.vmap(jax.grad(loss, 1), in_axes=(None, 0))(x, w)
+    for of_one, weights in zip(got, w, strict=True):
+        np.testing.assert_allclose(
+            *(np.float32(y) for y in (of_one, jax.grad(loss, 1)(x, weights))), rtol=0.02, atol=0.1
+        )

@@ -411,3 +411,20 @@ def test_bias_in_the_dtype_of_x(dtype, precision):
     for call in calls.values() if precision is None else ():
         with pytest.raises(TypeError, match=f"{want}$"):
             call(other)
+
+
+def test_a_transpose_after_a_float32_result():
+    """XLA has no program on a CPU for a bfloat16 matmul with a float32 result and a transpose."""
+    x, w = (jax.random.normal(jax.random.key(i), (32, 32), jnp.bfloat16) for i in range(2))
+    got = jax.jit(lambda x, w: matmul(x, w, out_dtype=jnp.float32, implementation="xla").T)(x, w)
+    np.testing.assert_allclose(got, (np.float64(x) @ np.float64(w)).T, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_mapped_bfloat16_weights():
+    x, w = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(((16, 8), (2, 8, 12))))
+    loss = lambda x, w: (matmul(x, w).astype(jnp.float32) ** 2).sum()
+    got = jax.vmap(jax.grad(loss, 1), in_axes=(None, 0))(x, w)
+    for of_one, weights in zip(got, w, strict=True):
+        np.testing.assert_allclose(
+            *(np.float32(y) for y in (of_one, jax.grad(loss, 1)(x, weights))), rtol=0.02, atol=0.1
+        )
