@@ -120,9 +120,9 @@ def in_both_modes(
     objects, and backward SymbolicZero objects for cotangents of 0.
     """
     rules = _Rules(forward=forward, backward=backward, plain=plain or function, symbolic_zeros=symbolic_zeros)
-    # Where JAX drops the rule below, in a loop within the rule of another function, it differentiates what is left.
-    left = function if plain is None else with_plain_derivative(function, plain)
-    wrapped = jax.custom_jvp(left, nondiff_argnums=(0,))
+    # In a loop within the rule of another function JAX drops the rule below, and differentiates `without_rule`.
+    without_rule = function if plain is None else with_plain_derivative(function, plain)
+    wrapped = jax.custom_jvp(without_rule, nondiff_argnums=(0,))
     wrapped.defjvp(functools.partial(_pushed, rules), symbolic_zeros=True)
 
     return functools.wraps(function)(lambda call, *arguments: wrapped(call, *_of_jax(arguments)))

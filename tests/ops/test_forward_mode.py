@@ -255,7 +255,7 @@ def test_fp8_tangents():
 
 
 def test_fp8_in_a_loop():
-    """The derivatives of a loop are those of its steps."""
+    """A loop has the derivatives of its steps."""
     arrays, directions = ((np.stack([x, x[::-1]]), np.stack([w, w[::-1]])) for x, w in ((X, W), (RESIDUAL, DOWN)))
     directions = directions[0].repeat(2, -1), directions[1].swapaxes(1, 2)
     call = lambda x, w: matmul(x, w, activation="silu", precision="fp8")

@@ -41,7 +41,7 @@ def test_extreme_scales_do_not_underflow():
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_in_a_loop(reduction):
-    """First and second derivatives are those of the loop's steps."""
+    """A loop has the first and second derivatives of its steps."""
     loss = lambda x: ours(reduction, "fp8")(x, W, WEIGHTS).sum()
     scan = lambda xs: jax.lax.scan(lambda total, x: (total + loss(x), None), 0.0, xs)[0]
     steps = lambda xs: loss(xs[0]) + loss(xs[1])
