@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from jax_kernels.inputs.matmul import operands
 from jax_kernels.quantization import QuantizedArray, quantize
+from jax_kernels.tracing.derivatives import without_derivative
 
 __all__ = [
     "LEAST_CHUNK",
@@ -27,6 +28,10 @@ __all__ = [
 LOGITS_BYTES = 2**29
 # Vocabulary entries of a chunk: fewer leave tensor cores idle.
 LEAST_CHUNK = 512
+# JAX drops the rule of a derivative that lies within another rule inside of a loop.
+NO_SECOND_DERIVATIVE = (
+    "precision: got 'fp8' in a second derivative of jax.lax.scan or another loop, want None: JAX does not keep its rule"
+)
 
 
 def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -146,4 +151,5 @@ def rounded(y: jax.Array, options: LossOptions) -> QuantizedArray | None:
     """y [..., D] in e4m3 with a scale for each row, if the options have 8 bits; otherwise None."""
     if options.precision is None:
         return None
-    return quantize(jax.lax.stop_gradient(y) if options.is_differentiable else y, scaling="row", axis=-1)
+    y = jax.lax.stop_gradient(y) if options.is_differentiable else without_derivative(y, NO_SECOND_DERIVATIVE)
+    return quantize(y, scaling="row", axis=-1)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun, unmapped_aval
+from jax.extend.core import Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
 from jax_kernels.tracing.promotion import under_defaults
@@ -120,9 +120,7 @@ def in_both_modes(
     objects, and backward SymbolicZero objects for cotangents of 0.
     """
     rules = _Rules(forward=forward, backward=backward, plain=plain or function, symbolic_zeros=symbolic_zeros)
-    # In a loop within the rule of another function JAX drops the rule below, and differentiates `without_rule`.
-    without_rule = function if plain is None else with_plain_derivative(function, plain)
-    wrapped = jax.custom_jvp(without_rule, nondiff_argnums=(0,))
+    wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
     wrapped.defjvp(functools.partial(_pushed, rules), symbolic_zeros=True)
 
     return functools.wraps(function)(lambda call, *arguments: wrapped(call, *_of_jax(arguments)))
@@ -255,56 +253,27 @@ def with_plain_derivative(function: Callable[..., Any], plain: Callable[..., Any
     """Returns function(call, *arguments), whose derivatives are JAX's derivatives of plain(call, *arguments).
 
     Both must compute the same values. Use it for functions that JAX differentiates only in part, such as
-    jax.custom_batching.custom_vmap. In a loop too: there JAX would drop the rule of a jax.custom_jvp that lies within
-    the rule of another.
+    jax.custom_batching.custom_vmap.
     """
+    wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
 
-    def run(call: Any, *arguments: Any) -> Any:
-        leaves, structure = jax.tree.flatten(_of_jax(arguments))
-        if not any(isinstance(x, jax.core.Tracer) for x in leaves):  # known arrays have no tangents
-            return function(call, *arguments)
+    def rule(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        leaves, arguments = jax.tree.flatten(_of_jax(primals))
+        directions = jax.tree.leaves(tangents, is_leaf=_is_zero)
+        moving = _moving(directions)
         structures: list[Any] = []
 
-        def of_leaves(computed: Callable[..., Any], *given: Any) -> list[Any]:
-            found, results = jax.tree.flatten(computed(call, *jax.tree.unflatten(structure, given)))
-            structures.append(results)
+        def of_leaves(*given: Any) -> list[Any]:
+            found, structure = jax.tree.flatten(plain(call, *jax.tree.unflatten(arguments, given)))
+            structures.append(structure)
             return found
 
-        found = _bound(functools.partial(of_leaves, function), functools.partial(of_leaves, plain), leaves)
-        return jax.tree.unflatten(structures[0], found)
+        pair = _pushed_through(of_leaves, leaves, moving, [directions[i] for i in moving])
+        results, found = (jax.tree.unflatten(structures[-1], x) for x in pair)
+        return results, found
 
-    return run
-
-
-# function(*operands), as the jaxpr `program`, with the derivatives of plain(*operands).
-_with_plain_p = Primitive("with_plain_derivative")
-_with_plain_p.multiple_results = True
-
-
-def _bound(function: Callable[..., list[Any]], plain: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
-    return _with_plain_p.bind(*operands, program=jax.make_jaxpr(function)(*operands), plain=plain)
-
-
-def _run_program(*operands: Any, program: Any, plain: Any) -> list[Any]:
-    return jaxpr_as_fun(program)(*operands)
-
-
-@under_defaults
-def _derivative_of_plain(primals: Any, tangents: Any, *, program: Any, plain: Any) -> tuple[Any, Any]:
-    moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-    return _pushed_through(plain, list(primals), moving, [tangents[i] for i in moving])
-
-
-def _mapped_program(operands: Any, axes: Any, *, program: Any, plain: Any) -> tuple[Any, Any]:
-    found = _bound(jax.vmap(jaxpr_as_fun(program), axes), jax.vmap(plain, axes), operands)
-    return found, [0] * len(found)
-
-
-_with_plain_p.def_impl(_run_program)
-_with_plain_p.def_effectful_abstract_eval(lambda *_, program, plain: (program.out_avals, program.effects))
-ad.primitive_jvps[_with_plain_p] = _derivative_of_plain
-batching.primitive_batchers[_with_plain_p] = _mapped_program
-mlir.register_lowering(_with_plain_p, mlir.lower_fun(_run_program, multiple_results=True))
+    wrapped.defjvp(under_defaults(rule), symbolic_zeros=True)
+    return lambda call, *arguments: wrapped(call, *_of_jax(arguments))
 
 
 def straight_through(

@@ -192,26 +192,6 @@ def test_against_float64(name):
         np.testing.assert_allclose(x, right, rtol=1e-3, atol=2e-5 * (1 + np.abs(right).max()))
 
 
-def in_a_loop(function):
-    """The results of the function for each index of the arrays' first axes, by jax.lax.scan."""
-    return lambda *arrays: jax.lax.scan(lambda _, given: (None, function(*given)), None, arrays)[1]
-
-
-@pytest.mark.parametrize("name", tiers.cases(CASES, ["flash_attention", "dilated"]))
-def test_in_a_loop_against_float64(name):
-    """JAX drops the rule of a jax.custom_jvp that a loop has within another rule, so no op may depend on it."""
-    op, definition, arrays = CASES[name]
-    arrays = tuple(np.stack([x, x[::-1]]) for x in arrays)
-    directions = tuple(np.random.default_rng(1).standard_normal(x.shape).astype(np.float32) for x in arrays)
-    got = derivatives(in_a_loop(op), arrays, directions)
-    one_by_one = lambda *arrays: jnp.stack([definition(*given) for given in zip(*arrays, strict=True)])
-    with jax.enable_x64(True):
-        given = (tuple(x.astype(np.float64) for x in given) for given in (arrays, directions))
-        want = derivatives(one_by_one, *given)
-    for x, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, right, rtol=1e-3, atol=2e-5 * (1 + np.abs(right).max()))
-
-
 def test_transforms():
     """jacfwd, hessian, linearize, vmap on either side, a scan, jax.checkpoint and a shard_map."""
     query, key, value = map(jnp.asarray, QKV)
@@ -252,17 +232,6 @@ def test_fp8_tangents():
     want = got @ w.T + out @ tangents[1].T, x.T @ got + tangents[0].T @ out
     for slope, right in zip((dx, dw), want, strict=True):
         np.testing.assert_allclose(slope, right, rtol=1e-4, atol=1e-4)
-
-
-def test_fp8_in_a_loop():
-    """A loop has the derivatives of its steps."""
-    arrays, directions = ((np.stack([x, x[::-1]]), np.stack([w, w[::-1]])) for x, w in ((X, W), (RESIDUAL, DOWN)))
-    directions = directions[0].repeat(2, -1), directions[1].swapaxes(1, 2)
-    call = lambda x, w: matmul(x, w, activation="silu", precision="fp8")
-    got = derivatives(in_a_loop(call), arrays, directions)
-    steps = lambda *arrays: jnp.stack([call(*given) for given in zip(*arrays, strict=True)])
-    for x, right in zip(*map(jax.tree.leaves, (got, derivatives(steps, arrays, directions))), strict=True):
-        np.testing.assert_allclose(x, right, rtol=1e-5, atol=1e-5)
 
 
 def test_fully_masked_row_has_zero_tangents():

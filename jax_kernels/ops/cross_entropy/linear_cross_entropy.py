@@ -65,7 +65,8 @@ def linear_cross_entropy(
       ignore_index: the id of further targets that do not count. It may be V or more.
       precision: None, or "fp8": x and w are rounded to e4m3 for the matmul of the logits, with a scale for each token
         and for each entry of the vocabulary, as quantize(x, scaling="row") rounds. The logits have the derivatives of
-        x @ w, without rounding, and the gradients' matmuls have x's dtype.
+        x @ w, without rounding, and the gradients' matmuls have x's dtype. Second derivatives of a loop over such a
+        call raise NotImplementedError.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call. Only "xla"
         takes float32 x, and has derivatives in forward mode (jax.jvp) and second derivatives. "mosaic_gpu" runs on
         Hopper; it takes D and V in multiples of 64, with precision="fp8" D in multiples of 128, and with bfloat16 a
