@@ -163,7 +163,7 @@ def findings(row: dict[str, Any]) -> str:
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> Table:
-    """The losses at ten steps of each contender, the last losses, and their ratio to the first's of that seed."""
+    """The losses at ten steps, the last losses, and their ratio to the first contender's with the same seed."""
     made = Table(title="nats per byte")
     steps = max((row["steps"] for row in rows if "losses" in row), default=1)
     marks = sorted({max(1, round(steps * i / 10)) for i in range(1, 11)})

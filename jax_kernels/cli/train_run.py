@@ -203,7 +203,8 @@ def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
     Raises NotWritten, which names the newest checkpoint.
     """
     try:
-        plot_losses(path.with_name("loss.png"), record["losses"])  # first: has_record reads only train.json
+        # The plot is first: without the new train.json, has_record is False, and the next run writes both.
+        plot_losses(path.with_name("loss.png"), record["losses"])
         write_whole(path, json.dumps(record, indent=1))
     except OSError as error:
         newest = newest_in_words(trainer.latest)

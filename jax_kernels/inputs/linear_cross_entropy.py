@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jax_kernels.inputs.matmul import operands
+from jax_kernels.inputs.matmul import wide_on_a_cpu
 from jax_kernels.quantization import QuantizedArray, quantize
 from jax_kernels.tracing.derivatives import without_derivative
 
@@ -37,7 +37,7 @@ NO_SECOND_DERIVATIVE = (
 def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """einsum(axes, a, b) in float32. Products of float32 arrays are exact, not in tf32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(axes, *operands(a, b), preferred_element_type=jnp.float32, precision=precision)
+    return jnp.einsum(axes, *wide_on_a_cpu(a, b), preferred_element_type=jnp.float32, precision=precision)
 
 
 class LossInputs(NamedTuple):

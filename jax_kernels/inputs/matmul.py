@@ -155,10 +155,10 @@ def scale_factors(x_scale: Array, w_scale: Array) -> tuple[Array, Array]:
     return jnp.where(is_normal, both, x_scale), jnp.where(is_normal, 1.0, w_scale)
 
 
-def operands(x: Array, w: Array) -> tuple[Array, Array]:
-    """(x, w) for a plain matmul in float32: bfloat16 arrays in float32 if JAX's backend is a CPU; else as they are.
+def wide_on_a_cpu(x: Array, w: Array) -> tuple[Array, Array]:
+    """The operands of a matmul with a float32 result: (x, w), in float32 if they are bfloat16 and the backend is a CPU.
 
-    The results are equal. XLA compiles a bfloat16 matmul for a CPU that it cannot run if a transpose follows it.
+    The products are equal. XLA compiles a bfloat16 matmul with a transpose after it to a program that a CPU cannot run.
     """
     if jax.default_backend() != "cpu":
         return x, w

@@ -176,9 +176,8 @@ def _logits(
 
 def _by_8_bits(of_x: QuantizedArray, of_rows: QuantizedArray) -> jax.Array:
     """of_x @ of_rows.T in float32."""
-    # Both dtypes are exact. On a GPU, XLA finds the 8-bit operands behind bfloat16.
-    wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-    sums = product("...d,vd->...v", of_x.values.astype(wide), of_rows.values.astype(wide))
+    # bfloat16 is exact. On a GPU, XLA finds the 8-bit operands behind it.
+    sums = product("...d,vd->...v", of_x.values.astype(jnp.bfloat16), of_rows.values.astype(jnp.bfloat16))
     first, last = scale_shares(of_x.scale[..., None])
     return in_turn(sums, first, of_rows.scale, last)
 

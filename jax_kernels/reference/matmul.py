@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult, operands, scale_factors, scale_shares
+from jax_kernels.inputs.matmul import (
+    MatmulInputs,
+    MatmulOptions,
+    MatmulResult,
+    scale_factors,
+    scale_shares,
+    wide_on_a_cpu,
+)
 from jax_kernels.quantization import formats, scale_blocks
 
 __all__ = ["in_turn", "matmul", "of_blocks"]
@@ -59,9 +66,8 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
         return in_turn(_sums(x, w, dataclasses.replace(options, precision="tf32")), *scale_factors(*units))
     if options.scaling is None:
         return _sums(x, w, options)
-    # Both dtypes are exact. On a GPU, XLA finds the 8-bit operands behind bfloat16.
-    wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-    product = _sums(x.astype(wide), w.astype(wide), options)
+    # bfloat16 is exact. On a GPU, XLA finds the 8-bit operands behind it.
+    product = _sums(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), options)
     if options.scaling == "tensor":
         return in_turn(product, *scale_factors(x_scale, w_scale))
     first, last = scale_shares(x_scale[..., None])
@@ -114,4 +120,4 @@ def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:
     if options.precision == "tf32" and jax.default_backend() != "gpu":
         precision = lax.Precision.HIGHEST  # XLA has tf32 only on GPUs
     axes = (tuple(of_x), tuple(of_w)), ((), ())
-    return lax.dot_general(*operands(x, w), axes, precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(*wide_on_a_cpu(x, w), axes, precision, preferred_element_type=jnp.float32)
