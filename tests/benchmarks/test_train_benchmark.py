@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import train
 from harness.train_cases import TrainCase
+from harness.train_curve import losses_of
 
+from jax_kernels import models
 from tests.support.processes import forked
 
 SMALL = "--batch 2 --seq-len 16 --layers 2 --width 16 --heads 2 --mlp 32 --vocabulary 64 --dtype float32 --steps 1"
@@ -86,6 +88,23 @@ def test_curves_have_seeds():
     ]
     ratios = list(train.curves(rows).columns[-1].cells)
     assert ratios == ["1.0000", "1.5000", "1.0000", "1.2500"]
+
+
+def test_seed_of_parameters_and_batches(monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def batches(*_, seed, **__):
+        seeds.append(seed)
+        raise Seen
+
+    seeds = []
+    monkeypatch.setattr(models, "read_text", lambda files: np.zeros(120, np.uint8))
+    monkeypatch.setattr(models, "Trainer", lambda *_, seed, **__: seeds.append(seed))
+    monkeypatch.setattr(models, "TokenBatches", batches)
+    with pytest.raises(Seen):
+        losses_of(case(curve=3, vocabulary=256, seed=7), None)
+    assert seeds == [7, 7]
 
 
 def test_bad_seeds(capsys):

@@ -139,6 +139,20 @@ def test_matrices_keep_their_dtype_in_a_scan(options):
     assert all(dtypes == ["bfloat16", "float32", "float32"] for dtypes in seen)
 
 
+def test_a_users_linear_layer_keeps_its_matrix():
+    """A subclass of another library may compute in another dtype than its own."""
+
+    class InFloat32(nnx.Linear):
+        def __call__(self, x):
+            return (x.astype(jnp.float32) @ self.kernel[...]).astype(x.dtype)
+
+    block = made(dtype="bfloat16").layers[0]
+    block.attention.out_proj = InFloat32(16, 16, dtype=jnp.bfloat16, use_bias=False, rngs=nnx.Rngs(0))
+    paths = matrices_rounded_to(jnp.bfloat16, *nnx.split(block))
+    assert ("attention", "q_proj", "kernel") in paths
+    assert ("attention", "out_proj", "kernel") not in paths
+
+
 def test_matrices_that_blocks_round():
     projections = {("attention", f"{name}_proj", "kernel") for name in ("q", "k", "v", "out")}
     experts = ExpertsConfig(num_experts=2, experts_per_token=1, shared_experts=1)
