@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from jax_kernels.cli.ops import OPS
+from jax_kernels.dispatch import on_device
 from tests.support.oracles.definitions import Definitions
 from tests.support.random import calls, examples
 from tests.support.random.draws import SmallDraw, check
@@ -41,6 +42,15 @@ def test_every_drawn_op_has_a_definition():
     names = {options["op"] for options in drawn if "op" in options}
     assert {"grouped_matmul", "grouped_gated_matmul"} <= names
     assert all(hasattr(Definitions, name) for name in names)
+
+
+@pytest.mark.parametrize("kind", calls.KINDS)
+def test_hopper_kernels_serve_some_calls(kind):
+    """They want whole blocks and dtypes of 16 bits: sizes that are drawn freely seldom suit them."""
+    how = {"implementation": "mosaic_gpu"}
+    with on_device("h200"):
+        served = (examples.is_served(calls.drawn(kind, seed), how) for seed in range(12))
+        assert any(served)
 
 
 def test_a_wrong_result_is_reported(monkeypatch):
@@ -115,7 +125,7 @@ def test_every_op_is_drawn():
             return getattr(Definitions({}), name)
 
     wanted = set(OPS) - {"ring_attention", "sequence_parallel_dilated_attention"}
-    seeds = 0, 2, 3, 10  # the first ones that together draw all ops
+    seeds = 0, 2, 3, 9  # the first ones that together draw all ops
     for seed, make in itertools.product(seeds, calls.KINDS.values()):
         call = make(SmallDraw(seed, 1))
         arrays = {name: torch.as_tensor(np.array(x)) for name, x in call.arrays.items()}

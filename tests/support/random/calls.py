@@ -86,12 +86,9 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh", jnp.sin, 
 
 def products(draw: Draw) -> Call:
     """A forward and the gradients of matmul, gated_matmul or mlp."""
-    op, m, n, k = draw.one("matmul", "matmul", "gated", "mlp"), draw.size(), draw.size(), draw.size()
-    dtype, transpose_w, activation = (
-        draw.one("bfloat16", "float16", "float32"),
-        draw.chance(0.4),
-        draw.one(*ACTIVATIONS),
-    )
+    op, (m, n, k) = draw.one("matmul", "matmul", "gated", "mlp"), draw.sizes(3)
+    dtype, transpose_w = draw.one("bfloat16", "bfloat16", "float16", "float32"), draw.chance(0.4)
+    activation = draw.one(*ACTIVATIONS)
     normal = lambda *shape: draw.normal(*shape, dtype=dtype)
 
     def weight(inner: int, columns: int) -> np.ndarray:
@@ -123,8 +120,8 @@ def products(draw: Draw) -> Call:
 
 def grouped(draw: Draw) -> Call:
     """A forward and the gradients of grouped_matmul: some groups without rows, and rows past the last group."""
-    groups, n, k = draw.integer(1, 9), draw.size(), draw.size()
-    dtype, transpose_w = draw.one("bfloat16", "float16", "float32"), draw.chance(0.4)
+    groups, (n, k) = draw.integer(1, 9), draw.sizes(2)
+    dtype, transpose_w = draw.one("bfloat16", "bfloat16", "float16", "float32"), draw.chance(0.4)
     sizes = [draw.one(0, 1, draw.size()) for _ in range(groups)]
     m = max(1, sum(sizes) + draw.one(0, draw.size()))
     weight = (groups, n, k) if transpose_w else (groups, k, n)
@@ -150,6 +147,8 @@ def eight_bits(draw: Draw) -> Call:
     """A matmul of 8-bit operands, or a gated unit of them; by XLA on the dequantized operands."""
     scaling, is_gated = draw.one("tensor", "row", "block"), draw.chance(0.4)
     m, n, k = draw.size(), 16 * draw.integer(1, 60), 16 * draw.integer(1, 60)
+    if draw.chance(0.5):  # as a Hopper kernel needs them
+        m, n, k = draw.whole(8), draw.whole(64), draw.whole(128)
     dtype, activation = draw.one("bfloat16", "float16", "float32"), draw.one(*ACTIVATIONS)
     arrays = {"x": draw.normal(m, k), "w": draw.normal(n, k) / np.float32(k**0.5)}
     if is_gated:
@@ -174,7 +173,8 @@ def eight_bits(draw: Draw) -> Call:
 
 def norms(draw: Draw) -> Call:
     """A forward and the gradients of layer_norm or rms_norm."""
-    rows, columns = draw.one(draw.integer(1, 10), draw.integer(10, 600)), draw.one(draw.size(), 8 * draw.size(), 20000)
+    rows = draw.one(draw.integer(1, 10), draw.integer(10, 600))
+    columns = draw.one(draw.size(), 8 * draw.size(), draw.whole(128), 8 * draw.whole(128), 20000)
     dtype, is_centred = draw.one("bfloat16", "float16", "float32"), draw.chance(0.5)
     normal = lambda *shape: draw.normal(*shape, dtype=dtype)
     arrays = {"x": normal(rows, columns)}
@@ -343,7 +343,7 @@ def attention_of_eight_bits(draw: Draw) -> Call:
 def few_bits(draw: Draw) -> Call:
     """A matmul with weights of 4 or 8 bits, and its gradient of x; by XLA on the dequantized weights."""
     format, transpose_w, is_gated = draw.one("int8", "int4", "mxfp8", "mxfp4"), draw.chance(0.5), draw.chance(0.3)
-    m, n, k = draw.one(1, 16, draw.size()), draw.size(), 128 * draw.integer(1, 12)
+    m, n, k = draw.one(1, 16, draw.size()), draw.one(draw.size(), draw.whole(64)), 128 * draw.integer(1, 12)
     dtype, activation = draw.one("bfloat16", "float16"), draw.one(*ACTIVATIONS)
     layout: dict[str, Any] = {"axis": -1 if transpose_w else -2}
     if format in ("int8", "int4"):
@@ -391,8 +391,9 @@ def _exact_weights(draw: Draw, shape: tuple[int, int], format: str, axis: int) -
 
 def losses(draw: Draw) -> Call:
     """A forward and the gradients of linear_cross_entropy; some targets do not count."""
-    tokens, width, vocabulary = draw.size(), draw.size(), draw.integer(2, 1500)
-    dtype, transpose_w = draw.one("bfloat16", "float16", "float32"), draw.chance(0.5)
+    tokens, (width, vocabulary) = draw.size(), draw.sizes(2)
+    vocabulary = max(vocabulary, 2)
+    dtype, transpose_w = draw.one("bfloat16", "bfloat16", "float16", "float32"), draw.chance(0.5)
     shape = (vocabulary, width) if transpose_w else (width, vocabulary)
     w = draw.normal(*shape) / np.float32(width**0.5)
     arrays = {"x": draw.normal(tokens, width, dtype=dtype), "w": np.asarray(jnp.asarray(w, dtype), np.float32)}

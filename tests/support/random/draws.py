@@ -115,6 +115,15 @@ class Draw:
             self.integer(1, 40), self.integer(40, 300), 8 * self.integer(1, 130), blocks, blocks + 1, 128, 256
         )
 
+    def sizes(self, count: int, block: int = 64) -> list[int]:
+        """The lengths of some axes; in half of the draws, multiples of `block`, which kernels for Hopper GPUs need."""
+        is_whole = self.chance(0.5)
+        return [self.whole(block) if is_whole else self.size() for _ in range(count)]
+
+    def whole(self, block: int) -> int:
+        """A multiple of `block` of up to 1280."""
+        return block * self.integer(1, max(1280 // block, 1) + 1)
+
     def normal(self, *shape: int, dtype: str = "float32") -> np.ndarray:
         """Normal values that a dtype can represent, in float32."""
         x = self.random.standard_normal(shape, np.float32)
@@ -136,6 +145,9 @@ class SmallDraw(Draw):
 
     def size(self) -> int:
         return self.one(self.integer(1, 20), self.integer(20, 150), 8 * self.integer(1, 20), 64, 65, 128, 129)
+
+    def whole(self, block: int) -> int:
+        return block * self.integer(1, max(160 // block, 1) + 1)
 
 
 def check_all(names: Sequence[str], drawn: Callable[[str], Any], check_one: Callable[[Any], None]) -> None:

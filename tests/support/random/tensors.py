@@ -18,9 +18,9 @@ def made(call: Call, draw: Draw, device: str) -> Mapping[str, torch.Tensor]:
     return tensors
 
 
-def results(call: Call, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, np.ndarray]:
-    """The bridge's results, and as d_name PyTorch's gradients of the tensors in `moved`."""
-    found = call.forward(_Bridge(), dict(tensors))
+def results(call: Call, tensors: Mapping[str, torch.Tensor], **how: Any) -> Mapping[str, np.ndarray]:
+    """The bridge's results, and as d_name PyTorch's gradients of the tensors in `moved`. how: implementation."""
+    found = call.forward(_Bridge(), dict(tensors), **how)
     differentiated = [x for x in found.values() if x.requires_grad] if call.moved else []
     cotangents = [torch.tensor(cotangent(x.shape)).to(x) for x in differentiated]
     gradients = dict.fromkeys(f"d_{name}" for name in call.moved)
