@@ -111,7 +111,7 @@ def count_of(need: Need, device: DeviceInfo, is_of_all_devices: bool = False) ->
     if need.most <= 1:
         return 1
     limit = None if is_of_all_devices else _limit(need, device)
-    wanted = 1 if limit is None else math.ceil(need.temporary / limit)
+    wanted = 1 if limit is None else math.ceil(min(need.temporary / limit, _MOST))  # a tiny limit gives infinity
     count = min(max(wanted, _FORCED.value), need.most, _MOST)
     if count > 1:
         for split in _SPLIT:
@@ -180,20 +180,40 @@ def retried[Result](op: str, sizes: str, call: Callable[[], Result], most: int) 
 
 
 def by_rows(
-    op: str, need: Need, x: Any, call: Callable[[slice], Any], is_partitioned: bool, rows: int | None = None
+    op: str, need: Need, x: Any, call: Callable[[tuple[slice, ...]], Any], is_partitioned: bool, shape: Sequence[int]
 ) -> Any:
-    """call(slice(None)), or the results of call(rows) for chunks of rows, joined along the first axis.
+    """call(()), or the results of call(rows) for chunks of rows, joined.
 
-    op: its name. need: of the whole call. x: the call's array whose first axis is split; it is on the device. call:
-    returns a tree of arrays with the rows of a slice. is_partitioned: whether the shapes of a trace are of all devices
-    together, as in count_of. rows: the number of rows; None for x's.
+    The first of several row axes is split first. op: its name. need: of the whole call. x: an array of the call, on its
+    device. call: returns a tree of arrays that begin with the row axes. It gets slices, one for each of the first row
+    axes; the other row axes are whole. is_partitioned: whether the shapes of a trace are of all devices together, as in
+    count_of. shape: the lengths of the row axes.
     """
 
     def run() -> Any:
         count = count_of(need, target_device(x), is_partitioned and isinstance(x, jax.core.Tracer))
         if count == 1:
-            return call(slice(None))
-        parts = in_turn(call, slices(x.shape[0] if rows is None else rows, count))
-        return jax.tree.map(lambda *of_parts: jax.numpy.concatenate(of_parts), *parts)
+            return call(())
+        axes = _slices_of_axes(shape, count)
+        parts = in_turn(call, list(itertools.product(*axes)))
+        for axis, of_axis in reversed(list(enumerate(axes))):
+            parts = [_joined(group, axis) for group in itertools.batched(parts, len(of_axis))]
+        return parts[0]
 
     return retried(op, f"x {list(x.shape)} in {x.dtype}", run, need.most)
+
+
+def _slices_of_axes(shape: Sequence[int], count: int) -> list[list[slice]]:
+    """The slices of each of the first axes, whose products are at least `count` chunks, or as many as there can be."""
+    axes = []
+    for length in shape:
+        axes.append(slices(length, count))
+        count = -(-count // len(axes[-1]))
+        if count == 1:
+            break
+    return axes
+
+
+def _joined(parts: Sequence[Any], axis: int) -> Any:
+    """A tree of the parts' arrays, joined along an axis."""
+    return jax.tree.map(lambda *arrays: jax.numpy.concatenate(arrays, axis), *parts)

@@ -107,6 +107,35 @@ def test_rows_in_chunks(name):
         assert split
 
 
+LEADING = {"one entry": (1, 9), "two entries": (2, 5), "three axes": (1, 2, 3)}
+
+
+@pytest.mark.parametrize("axes", LEADING.values(), ids=LEADING)
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows_of_several_axes_in_chunks(name, axes):
+    """A batch of fewer entries than chunks is split along its other axes too."""
+    op, arrays = OF_ROWS[name], (NORMAL(*axes, 16), W, UP, DOWN)
+    of = lambda *arrays: (op(*arrays) ** 2).sum()
+    for function in (jax.jit(op), jax.jit(jax.grad(of, argnums=range(4)))):
+        want = function(*arrays)
+        with chunks.forced(4) as split:
+            got = function(*arrays)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6 * jnp.abs(y).max())  # sums of other orders cancel
+        assert max(split) == 4  # matmuls inside a chunk of mlp have fewer rows
+
+
+def test_the_plan_of_rows_of_several_axes():
+    """The call runs in the chunks of its plan."""
+    x = jax.ShapeDtypeStruct((1, 9, 16), jnp.float32)
+    for op, arguments in ((matmul, (x, W)), (mlp, (x, W, DOWN))):
+        with memory_limit(500), chunks.forced(1) as split:
+            assert explain(op, *arguments).chunks.startswith("2 chunks of rows")
+            split.clear()
+            jax.eval_shape(op, *arguments)
+        assert max(split) == 2
+
+
 SIZES = jnp.array([4, 0, 7, 3])
 GROUPED_ROWS = NORMAL(18, 16)
 GROUPS, GATE = NORMAL(4, 16, 24), NORMAL(4, 16, 24)
@@ -219,6 +248,8 @@ def test_a_limit_gives_chunks_and_the_plan_says_so():
     for size in ("1GB", True, [4]):
         with pytest.raises(TypeError, match=r"^size: got .*, want a number of bytes"), memory_limit(size):
             pass
+    with memory_limit(5e-324):
+        assert explain(matmul, ROWS, W).chunks.startswith("9 chunks of rows")
     with memory_limit(jnp.int32(6000)):
         assert chunks.limit() == 6000
 

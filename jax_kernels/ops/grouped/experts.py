@@ -135,8 +135,8 @@ def _rows(call, inputs):
     x = inputs.first.x
     hidden = 1.0 * rows * columns * x.dtype.itemsize
     need = Need(kept=2.0 * x.size * x.dtype.itemsize, temporary=hidden, most=rows, axes="rows")
-    part = lambda rows: whole(inputs._replace(first=gradients.of_rows(inputs.first, rows)))
-    return chunks.by_rows("gated_experts", need, x, part, is_partitioned(), rows)
+    part = lambda rows: whole(inputs._replace(first=gradients.of_rows(inputs.first, *rows)))
+    return chunks.by_rows("gated_experts", need, x, part, is_partitioned(), [rows])
 
 
 def _down(call: PlannedCall, inputs: ExpertsInputs, hidden: jax.Array, *, transpose_w: bool = False) -> jax.Array:

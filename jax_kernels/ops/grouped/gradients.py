@@ -149,12 +149,12 @@ def _in_chunks(
     results = (3 if inputs.is_gated else 2) if call.options.saves_preactivation else 1
     need = need_of(call.implementation, rows, columns, call.options.out_dtype, results)
     name = "grouped_gated_matmul" if inputs.is_gated else "grouped_matmul"
-    return chunks.by_rows(name, need, inputs.x, lambda part: whole(of_rows(inputs, part)), is_partitioned(), rows)
+    return chunks.by_rows(name, need, inputs.x, lambda part: whole(of_rows(inputs, *part)), is_partitioned(), [rows])
 
 
-def of_rows(inputs: GroupedInputs, part: slice) -> GroupedInputs:
-    """The inputs of the call for the rows of `part`. group_sizes: each group's number of rows in `part`."""
-    if part == slice(None):
+def of_rows(inputs: GroupedInputs, part: slice | None = None) -> GroupedInputs:
+    """The inputs of the call for the rows of `part`, None for all. group_sizes: each group's number of rows in it."""
+    if part is None:
         return inputs
     ends = jnp.clip(group_offsets(inputs.group_sizes, inputs.rows), part.start, part.stop)
     moving = ("x", "x_up", "x_scale") if inputs.gather is None else ("gather",)

@@ -222,19 +222,18 @@ def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
 
 def _in_chunks(call: PlannedCall, whole: Callable[[MatmulInputs], MatmulResult], inputs: MatmulInputs) -> MatmulResult:
     """whole(inputs), in chunks of rows if the memory requires it."""
-    rows = inputs.x.shape[0] if inputs.x.ndim >= inputs.w.ndim and not call.options.transpose_x else 1
+    shape, _ = call.options.axes(inputs)
     of_rows = {name: getattr(inputs, name) for name in BY_ROWS if getattr(inputs, name) is not None}
-    is_splittable = call.options.scaling is None and all(x.ndim > 0 and x.shape[0] == rows for x in of_rows.values())
-    if not is_splittable or not isinstance(rows, int) or rows <= 1:
+    are_rows = all(x.shape[: len(shape)] == shape for x in of_rows.values())
+    is_splittable = are_rows and call.options.scaling is None and not call.options.transpose_x
+    if not is_splittable or not all(isinstance(size, int) for size in shape) or math.prod(shape) < 2:
         return whole(inputs)
-    size = (
-        math.prod(inputs.x.shape[: inputs.x.ndim - inputs.w.ndim + 1])
-        * inputs.w.shape[0 if call.options.transpose_w or call.options.low_bit is not None else -1]
-    )
+    rows = math.prod(shape)
+    size = rows * inputs.w.shape[0 if call.options.transpose_w or call.options.low_bit is not None else -1]
     sums = 0.0 if call.implementation != "xla" else 4.0 * size * (1 if inputs.w_up is None else 2)
     need = Need(kept=4.0 * size, temporary=sums, most=rows, axes="rows")
-    part = lambda rows: inputs._replace(**{name: x[rows] for name, x in of_rows.items()})
-    return chunks.by_rows(call_name(inputs), need, inputs.x, lambda rows: whole(part(rows)), is_partitioned())
+    part = lambda rows: inputs._replace(**{name: x[rows] for name, x in of_rows.items()}) if rows else inputs
+    return chunks.by_rows(call_name(inputs), need, inputs.x, lambda rows: whole(part(rows)), is_partitioned(), shape)
 
 
 def call_name(inputs: MatmulInputs) -> str:

@@ -205,19 +205,20 @@ def _out(call, inputs):
     """out [..., N]; in chunks of rows if the hidden values of all rows do not fit the memory."""
     x, residual = inputs.first.x, inputs.residual
     whole = lambda inputs: _down(call, inputs, gradients.batched(call)(inputs.first).out)
-    if x.ndim < 2 or not isinstance(x.shape[0], int) or x.shape[0] == 0:
+    *shape, _ = x.shape
+    if not all(isinstance(size, int) for size in shape) or math.prod(shape) < 2:
         return whole(inputs)
 
-    def part(rows: slice) -> jax.Array:
-        if rows == slice(None):
+    def part(rows: tuple[slice, ...]) -> jax.Array:
+        if not rows:
             return whole(inputs)
         first = inputs.first._replace(x=x[rows])
         return whole(inputs._replace(first=first, residual=None if residual is None else residual[rows]))
 
     hidden = inputs.down.shape[1 if call.options.transpose_w else 0]
-    size = math.prod(x.shape[:-1]) * hidden * x.dtype.itemsize
-    need = Need(kept=2.0 * x.size * x.dtype.itemsize, temporary=1.0 * size, most=x.shape[0], axes="rows")
-    return chunks.by_rows("mlp", need, x, part, is_partitioned())
+    size = math.prod(shape) * hidden * x.dtype.itemsize
+    need = Need(kept=2.0 * x.size * x.dtype.itemsize, temporary=1.0 * size, most=math.prod(shape), axes="rows")
+    return chunks.by_rows("mlp", need, x, part, is_partitioned(), shape)
 
 
 def _down(call: PlannedCall, inputs: MlpInputs, hidden: jax.Array) -> jax.Array:

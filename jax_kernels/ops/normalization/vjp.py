@@ -1,6 +1,7 @@
 """A planned norm with its gradient."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -65,14 +66,15 @@ def _forward(call: PlannedCall, inputs: NormInputs) -> NormResult:
     forward = IMPLEMENTATIONS[call.implementation].forward
     rows = {name: x for name in ("x", "residual") if (x := getattr(inputs, name)) is not None}
 
-    def part(of: slice) -> NormResult:
-        given = inputs if of == slice(None) else inputs._replace(**{name: x[of] for name, x in rows.items()})
+    def part(of: tuple[slice, ...]) -> NormResult:
+        given = inputs._replace(**{name: x[of] for name, x in rows.items()}) if of else inputs
         return forward(given, call.options, config=call.config, interpret=call.interpret)
 
-    length = inputs.x.shape[0] if inputs.x.ndim > 1 and isinstance(inputs.x.shape[0], int) else 1
-    need = Need(kept=0, temporary=0, most=length, axes="rows")
+    *shape, _ = inputs.x.shape
+    most = math.prod(shape) if all(isinstance(size, int) for size in shape) else 1
+    need = Need(kept=0, temporary=0, most=most, axes="rows")
     name = "layer_norm" if call.options.is_centred else "rms_norm"
-    return chunks.by_rows(name, need, inputs.x, part, is_partitioned())
+    return chunks.by_rows(name, need, inputs.x, part, is_partitioned(), shape)
 
 
 def _named(result: NormResult) -> NormResult:
