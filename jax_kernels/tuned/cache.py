@@ -47,7 +47,8 @@ _LOCK_SECONDS = 60.0
 
 # By folder and device name: the winners by key, as this process read or measured them.
 _LOADED: dict[tuple[Path, str], dict[str, Winner]] = {}
-_REPORTED: set[Path] = set()
+# The (file, whether it could not be written) that were reported.
+_REPORTED: set[tuple[Path, bool]] = set()
 _IS_IGNORED: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_kernels_ignores_tuning", default=False)
 
 
@@ -141,7 +142,8 @@ def store(device: str, key: str, winner: Winner) -> None:
     """Keeps the winner of a request, for this process and in the device's file.
 
     Other processes may store winners at the same time: each one adds to the file under a lock. If the file cannot be
-    written, one warning says so, and the winner serves only this process.
+    written, one warning says so, and the winner serves only this process. So it is if an error of the disk hides the
+    winners of the file, which would be lost.
 
     Raises ModuleNotFoundError without filelock, or without platformdirs and JAX_KERNELS_CACHE.
     """
@@ -155,10 +157,10 @@ def store(device: str, key: str, winner: Winner) -> None:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with _lock(path):
-            kept = read(path, device)
+            kept = read(path, device, raises=True)
             write(path, device, {**kept, key: kept[key].joined(winner) if key in kept else winner})
     except OSError as error:
-        _report(path, f"cannot be written ({error}): tuned calls are known to this process alone")
+        _report(path, f"cannot be written ({error}): tuned calls are known to this process alone", is_written=True)
 
 
 def listed() -> dict[str, dict[str, Winner]]:
@@ -228,10 +230,11 @@ def _version() -> str:
     return sys.modules["jax_kernels"].__version__
 
 
-def read(path: Path | None, device: str, *, is_shipped: bool = False) -> dict[str, Winner]:
+def read(path: Path | None, device: str, *, is_shipped: bool = False, raises: bool = False) -> dict[str, Winner]:
     """The winners of a file; empty without the file, and, with a warning, for one that cannot serve.
 
-    is_shipped: whether the file is part of the library, so that its version is too.
+    is_shipped: whether the file is part of the library, so that its version is too. raises: whether an OSError of the
+    read is raised, instead of a warning.
     """
     if path is None:
         return {}
@@ -246,6 +249,8 @@ def read(path: Path | None, device: str, *, is_shipped: bool = False) -> dict[st
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
+        if raises:
+            raise
         _report(path, f"cannot be read ({error}): it is ignored")
     except Warning:  # a filter of the user's makes the report an error
         raise
@@ -290,8 +295,8 @@ def write(path: Path, device: str, winners: Mapping[str, Winner]) -> None:
     write_whole(path, json.dumps({"version": _version(), "device": device, "winners": entries}, indent=1) + "\n")
 
 
-def _report(path: Path, problem: str) -> None:
-    """Warns about a file, once in a process."""
-    if path not in _REPORTED:
-        _REPORTED.add(path)
+def _report(path: Path, problem: str, *, is_written: bool = False) -> None:
+    """Warns about a file, once in a process for its content, and once if it cannot be written (is_written)."""
+    if (path, is_written) not in _REPORTED:
+        _REPORTED.add((path, is_written))
         warnings.warn(f"tuned calls: {path} {problem}", RuntimeWarning, stacklevel=2)

@@ -1,5 +1,6 @@
 """The files of tuned calls: two processes at once, and files, entries and folders that cannot serve."""
 
+import errno
 import json
 import os
 import subprocess
@@ -222,6 +223,41 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     assert [x.category for x in caught] == [RuntimeWarning]
     assert "cannot be written" in str(caught[0].message)
     assert cache.find("GPU") == {A: WINNER, B: WINNER}
+
+
+def test_an_ignored_file_that_cannot_be_written(folder):
+    """A second warning says so: the first one is about the content."""
+    path = cache.path_of("GPU")
+    path.mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match="cannot be read") as caught:
+        assert cache.find("GPU") == {}
+    assert len(caught) == 1
+    with pytest.warns(RuntimeWarning, match="cannot be written") as caught:
+        cache.store("GPU", A, WINNER)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.store("GPU", B, WINNER)
+    assert cache.find("GPU") == {A: WINNER, B: WINNER}
+
+
+def test_a_file_that_cannot_be_read_is_not_replaced(folder, monkeypatch):
+    """After an error of the disk, its winners may be there again."""
+    cache.store("GPU", A, WINNER)
+    as_in_a_new_process(monkeypatch)
+
+    def fails(self):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fails)
+        with pytest.warns(RuntimeWarning) as caught:
+            cache.store("GPU", B, WINNER)
+    assert ["cannot be read" in str(caught[0].message), "cannot be written" in str(caught[1].message)] == [True, True]
+    assert len(caught) == 2
+    assert cache.find("GPU") == {B: WINNER}
+    as_in_a_new_process(monkeypatch)
+    assert cache.find("GPU") == {A: WINNER}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
