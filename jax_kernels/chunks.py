@@ -58,9 +58,9 @@ class Need:
 def memory_limit(size: int | None) -> Iterator[None]:
     """A context manager: the temporary arrays of one call may take `size` bytes.
 
-    Calls that would take more run in chunks, as jax_kernels.explain says. The bytes are estimated from the shapes. With
-    None, the default, temporary arrays may take the device's memory minus the call's inputs and results, and at least
-    a sixteenth of the device's memory. For example::
+    Calls that would take more run in chunks, if they can be split, as jax_kernels.explain says. The bytes are estimated
+    from the shapes. With None, the default, temporary arrays may take the device's memory minus the call's inputs and
+    results, and at least a sixteenth of the device's memory. For example::
 
         with jax_kernels.memory_limit(2**30):
             out = jax_kernels.mlp(x, w_up, w_down)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels import dispatch
+from jax_kernels import chunks, dispatch
 from jax_kernels.inputs import linear_cross_entropy as loss_inputs
 from jax_kernels.inputs.linear_cross_entropy import LossOptions
 from jax_kernels.masks.checks import is_int
@@ -103,9 +103,15 @@ def checked_options(
         label_smoothing=float(label_smoothing),
         z_loss=float(z_loss),
         precision=precision,
-        logits_bytes=loss_inputs.LOGITS_BYTES,
+        logits_bytes=_logits_bytes(),
         least_chunk=loss_inputs.LEAST_CHUNK,
     )
+
+
+def _logits_bytes() -> int:
+    """The bytes of logits in memory at once: LOGITS_BYTES, or a smaller memory_limit."""
+    limit = chunks.limit()
+    return loss_inputs.LOGITS_BYTES if limit is None else max(int(min(limit, loss_inputs.LOGITS_BYTES)), 1)
 
 
 def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_kernels import explain, linear_cross_entropy
+from jax_kernels import explain, linear_cross_entropy, memory_limit
 from jax_kernels.ops.sharding.partitioning import on_one_device
 from jax_kernels.testing import linear_cross_entropy as cases
 from tests.support.cases import ids
@@ -285,3 +285,17 @@ def test_errors(name):
     change, error, message = BAD[name]
     with pytest.raises(error, match=re.escape(message)):
         linear_cross_entropy(**({"x": X, "w": W, "targets": TARGETS} | change))
+
+
+@pytest.mark.parametrize(("reduction", "steps"), [("sum", 4), ("none", 3)])
+def test_a_memory_limit_makes_smaller_tiles(reduction, steps):
+    """16 tokens of 1536 logits: tiles of 4 tokens, or chunks of 512 logits, the fewest, forward and backward."""
+    x, w, targets = normal(16, 8), normal(8, 1536, seed=1), jnp.arange(16)
+    loss = lambda x, w: linear_cross_entropy(x, w, targets, reduction=reduction, implementation="xla").sum()
+    call = jax.value_and_grad(loss, (0, 1))
+    whole = call(x, w)
+    with memory_limit(4 * 4 * 1536):
+        traced = jax.jit(call).trace(x, w)
+        close(traced.lower().compile()(x, w), whole)
+    text = str(traced.jaxpr)
+    assert max(int(length) for length in re.findall(r"length=(\d+)", text)) == steps
