@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,6 +49,12 @@ def check_groups(heads: int, kv_heads: int) -> None:
     """Raises ValueError unless kv_heads divides heads. With 0 query heads, any number of key heads is valid."""
     if heads if kv_heads == 0 else heads % kv_heads:
         raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads} heads")
+
+
+def check_known(name: str, axis: str, size: Any, reason: str) -> None:
+    """Raises ValueError if a size is symbolic, under jax.export. axis: words for it. reason: why it must be an int."""
+    if jax.export.is_symbolic_dim(size):
+        raise ValueError(f"{name}: got the symbolic {axis} {size}, want an int: {reason}")
 
 
 def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[Any, ...] = DTYPES) -> None:

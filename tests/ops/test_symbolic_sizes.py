@@ -28,6 +28,13 @@ def masked(q, **options):
     return jk.flash_attention(q, q, q, mask=masks.causal() & masks.dilated(2), **options)
 
 
+def ring(q, axis_name="sequence", **options):
+    """ring_attention of a mesh of one device: JAX 0.11 crashes in a jax.shard_map over several for a symbolic size."""
+    mesh, tokens = jax.make_mesh((1,), ("sequence",), (jax.sharding.AxisType.Auto,)), jax.P(None, "sequence")
+    attend = lambda q: jk.ring_attention(q, q, q, axis_name=axis_name, is_causal=True, **options)
+    return jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens)(q)
+
+
 # The op, the shapes of its arrays with "b" for the symbolic size, and the dimension that the error names.
 CASES = {
     "flash": (attend, ["b, 16, 2, 8"], "batch"),
@@ -35,6 +42,7 @@ CASES = {
     "mask": (masked, ["b, 16, 2, 8"], "batch"),
     "decode": (lambda q, k, **o: jk.decode_attention(q, k, k, **o), ["b, 1, 2, 8", "b, 16, 2, 8"], "batch"),
     "dilated": (dilated, ["b, 16, 2, 8"], "batch"),
+    "ring": (ring, ["b, 16, 2, 8"], "batch"),
     "matmul": (functools.partial(jk.matmul, activation="gelu"), ["b, 32", "32, 16"], "m"),
     "gated": (lambda x, w, **o: jk.gated_matmul(x, w, w, **o), ["b, 32", "32, 16"], "m"),
     "grouped gated": (
@@ -182,9 +190,25 @@ def test_explain_shows_why():
     assert all(reason.startswith("batch: got the symbolic size b") for _, reason in plan.passed_over)
 
 
-def test_dilated_segments_need_a_known_length():
-    with pytest.raises(ValueError, match="query: got the symbolic length b, want an int: segments depend on it"):
-        jax.export.export(jax.jit(dilated))(*structs(["2, b, 2, 8"]))
+TWO = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+NOT_SYMBOLIC = {
+    "dilated_length": (dilated, "2, b, 2, 8", "query: got the symbolic length b, want an int: segments depend on it"),
+    "dilated_heads": (dilated, "2, 16, b, 8", "query: got the symbolic number of heads b, want an int: each head has"),
+    "ring_length": (ring, "2, b, 2, 8", "query: got the symbolic length b, want an int: the layout depends on it"),
+    "ring_heads": (ring, "2, 16, b, 8", "query: got the symbolic number of heads b, want an int: the strategy depends"),
+    "shard_length": (
+        lambda x: jk.shard_sequence(x, TWO, "sequence"),
+        "2, 4*b",
+        "x: got the symbolic length 4\\*b, want an int: the order depends on it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SYMBOLIC)
+def test_sizes_that_must_be_known(name):
+    op, shape, said = NOT_SYMBOLIC[name]
+    with pytest.raises(ValueError, match=said):
+        jax.export.export(jax.jit(op))(*structs([shape]))
 
 
 TOP_K = {

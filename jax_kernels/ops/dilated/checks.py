@@ -4,15 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.export
 import numpy as np
 
 from jax_kernels.inputs.attention import AttentionInputs, FlashArguments
 from jax_kernels.ops.attention.checks import check as check_attention
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.attention.implementations.request import AttentionRequest
-from jax_kernels.ops.checks import ranked_over
+from jax_kernels.ops.checks import check_known, ranked_over
 from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated.branches import BranchCall
 from jax_kernels.ops.dilated.pieces import of_heads, pieces_of
@@ -106,8 +104,8 @@ def check(
         deterministic=deterministic, precision=precision, implementation=implementation,
     )  # fmt: skip
     request, inputs = check_attention(given)
-    if jax.export.is_symbolic_dim(request.q_length):
-        raise ValueError(f"query: got the symbolic length {request.q_length}, want an int: segments depend on it")
+    check_known("query", "length", request.q_length, "segments depend on it")
+    check_known("query", "number of heads", request.heads, "each head has its own offset")
     if request.kv_length != request.q_length:
         raise ValueError(f"key: got length {request.kv_length}, want query's length {request.q_length}")
     if segment_ids is not None:

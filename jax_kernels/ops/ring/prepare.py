@@ -82,6 +82,8 @@ def prepare(
     request, inputs = check(FlashArguments(query=query, key=key, value=value, scale=scale, **options, **arguments))
     is_empty = 0 in (request.batch, request.q_length, request.heads)
     query, key, value = inputs.query, inputs.key, inputs.value
+    checks.check_known("query", "length", request.q_length, "the layout depends on it")
+    checks.check_known("query", "number of heads", request.heads, "the strategy depends on it")
     if request.q_length != request.kv_length:
         raise ValueError(f"key: got {request.kv_length} tokens, want query's {request.q_length}")
     if strategy not in STRATEGIES:

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.masks.checks import check_integers, is_array
+from jax_kernels.ops.checks import check_known
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 from jax_kernels.ops.ring.planning.documents import DocumentLayout
 from jax_kernels.plain_numbers import plain
@@ -103,6 +104,7 @@ def order_of(devices: int, layout: str, length: int) -> np.ndarray:
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, want one of {', '.join(map(repr, LAYOUTS))}, or a DocumentLayout")
+    check_known("x", "length", length, "the order depends on it")
     multiple = devices * (2 if layout == "zigzag" else 1)
     if length % multiple:
         raise ValueError(

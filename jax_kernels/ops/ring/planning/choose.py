@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jax import export
+
 from jax_kernels.masks import Mask
 from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.layouts import DOCUMENTS, Layout
@@ -40,6 +42,8 @@ def predictions(
 ) -> tuple[Prediction, ...]:
     """The predicted time of each strategy, the ring first. steps: the number of a ring's steps with work.
 
+    A symbolic batch of jax.export counts as 1, and "auto" does not gather its keys, whose memory has no limit.
+
     is_free: whether the caller gave no sends_ahead, so that "auto" may take another strategy than "ring".
     """
     batch, _, heads, head_dim = arrays.query.shape
@@ -47,7 +51,7 @@ def predictions(
     needs_merges = layout.name == "zigzag" and (layout.left is not None or layout.right not in (None, 0))
     sizes = Sizes(
         layout=layout,
-        batch=batch,
+        batch=1 if export.is_symbolic_dim(batch) else batch,
         heads=heads,
         kv_heads=arrays.key.shape[2],
         head_dim=head_dim,
@@ -115,6 +119,8 @@ def _against_gather(sizes: Sizes, arrays: RingArrays) -> str | None:
     given: dict[str, Any] = {name: getattr(arrays, name) for name in ("mask", "score_mod", "bias")}
     if sizes.layout.name == "striped":
         return "layout"
+    if export.is_symbolic_dim(arrays.query.shape[0]):
+        return "batch"
     if sizes.layout.devices * sizes.key_bytes > MOST_GATHERED:
         return "memory"
     return next((name for name, value in given.items() if value is not None), None)
