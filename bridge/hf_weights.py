@@ -90,7 +90,8 @@ def to_hf(state: Mapping[str, torch.Tensor], names: str) -> dict[str, torch.Tens
     """Returns the parameters of a bridge.nn.Transformer under transformers' names; the inverse of from_hf.
 
     names: the type of the model, one of NAMES. Without a head, the embedding becomes the lm_head. Raises ValueError for
-    parameters that a model of this type lacks.
+    parameters that a model of this type lacks, without an embedding, and for experts with only one of gate_proj and
+    up_proj.
     """
     theirs = {own: other for other, own in (_LLAMA | _FINAL).items()}
     layer = re.compile(rf"layers\.\d+\.({_OF_LAYER}{_MORE[names]})\.weight")
@@ -108,9 +109,15 @@ def to_hf(state: Mapping[str, torch.Tensor], names: str) -> dict[str, torch.Tens
             found[f"model.{own}.gate.weight"] = tensor.T.contiguous()
         elif last == "down_proj":
             found[f"model.{own}.experts.down_proj"] = tensor.transpose(1, 2).contiguous()
-        elif last == "gate_proj":
-            both = torch.cat([tensor, state[f"{own}.up_proj"]], dim=-1)
-            found[f"model.{own}.experts.gate_up_proj"] = both.transpose(1, 2).contiguous()
+        else:
+            other = f"{own}.{'up_proj' if last == 'gate_proj' else 'gate_proj'}"
+            if other not in state:
+                raise ValueError(f"parameters: got {name!r} without {other!r}, want both")
+            if last == "gate_proj":
+                both = torch.cat([tensor, state[other]], dim=-1)
+                found[f"model.{own}.experts.gate_up_proj"] = both.transpose(1, 2).contiguous()
+    if "embed.weight" not in state:
+        raise ValueError("parameters: got no 'embed.weight', which becomes embed_tokens")
     return {"lm_head.weight": found["model.embed_tokens.weight"]} | found
 
 

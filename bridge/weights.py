@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_kernels.bridge.hf_weights import NAMES, check_config, from_hf, has_hf_names, to_hf, transformer_fields
 from jax_kernels.bridge.interop import fork
+from jax_kernels.bridge.interop.arguments.dtensors import is_dtensor
 from jax_kernels.bridge.jax_functions.argument_checks import advice, type_name
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
 from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
@@ -55,7 +56,8 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
     | a causal Llama, Mistral, Mixtral, Qwen3 or Qwen3-MoE, or its state dict | models.Transformer |
 
     Args:
-      source: the module, or its state dict. A Llama's lm_head is omitted if it equals the embedding.
+      source: the module, or its state dict. A Llama's lm_head is omitted if it equals the embedding, but never for a
+        module whose config has tie_word_embeddings=False.
 
     Returns:
       nested dicts by name, with ints for the numbers of layers, of jax.Arrays in the parameters' dtypes. Kernels are
@@ -65,7 +67,8 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
       ValueError: a module has no Flax model of its kind, or has a parameter that the model lacks, such as a bias of a
         Llama's projections, or a norm over several axes; a Hugging Face model computes another function; or there are
         low-bit weights.
-      TypeError: source is no module or mapping, or a parameter is no tensor, or has a dtype that JAX lacks.
+      TypeError: source is no module or mapping, or a parameter is no tensor, is a DTensor, is sparse or on the meta
+        device, or has a dtype that JAX lacks.
       RuntimeError: the process was forked from one in which JAX ran.
     """
     fork.refuse()
@@ -93,7 +96,8 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
         for part in path[:-1]:
             place = place.setdefault(int(part) if part.isdigit() else part, {})
         place[path[-1]] = jnp.asarray(array.T if path[-1] == "kernel" else array)
-    if is_llama and "head" in found and np.array_equal(found["head"]["kernel"].T, found["embed"]):
+    may_tie = is_llama and getattr(getattr(source, "config", None), "tie_word_embeddings", True)
+    if may_tie and {"head", "embed"} <= found.keys() and np.array_equal(found["head"]["kernel"].T, found["embed"]):
         del found["head"]
     return found
 
@@ -199,8 +203,14 @@ def _leaves(parameters: GivenParameters, path: tuple[str, ...] = ()) -> Iterator
 def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
     """Returns a copy of the tensor as a NumPy array of its dtype.
 
-    Raises TypeError, naming the parameter, unless the dtype is float32, bfloat16 or float16.
+    Raises TypeError, naming the parameter, for a DTensor, for a tensor that is sparse or on the meta device, and unless
+    the dtype is float32, bfloat16 or float16.
     """
+    if is_dtensor(tensor):
+        raise TypeError(f"{name}: got a DTensor, want a torch.Tensor; full_tensor() gathers its shards")
+    if tensor.is_meta or tensor.layout != torch.strided:
+        kind = "meta" if tensor.is_meta else tensor.layout
+        raise TypeError(f"{name}: got a {kind} tensor, want a dense tensor with values")
     host = tensor.detach().cpu().contiguous()
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(_BF16)

@@ -167,6 +167,52 @@ def test_errors():
             weights.from_flax(given)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_head_with_the_values_of_the_embedding(tied):
+    """The config decides whether it is omitted. A state dict has no config: its head is omitted."""
+    theirs = llama(llama_config(tie_word_embeddings=tied))
+    with torch.no_grad():
+        theirs.lm_head.weight.copy_(theirs.model.embed_tokens.weight)
+    found = weights.to_flax(theirs)
+    assert ("head" in found) == (not tied)
+    if not tied:
+        np.testing.assert_array_equal(found["head"]["kernel"].T, found["embed"])
+    assert "head" not in weights.to_flax(theirs.state_dict())
+
+
+def test_part_of_a_state_dict():
+    """The last file of a sharded checkpoint may have a head and no embedding."""
+    state = llama(llama_config()).state_dict()
+    del state["model.embed_tokens.weight"]
+    found = weights.to_flax(state)
+    assert "embed" not in found
+    np.testing.assert_array_equal(found["head"]["kernel"].T, state["lm_head.weight"].numpy())
+
+
+@pytest.mark.parametrize("half", ["gate_proj", "up_proj"])
+def test_experts_with_one_half_of_the_gate(half):
+    with pytest.raises(ValueError, match=rf"^parameters: got 'layers\.0\.mlp\.{half}' without 'layers\.0\.mlp\."):
+        weights.from_flax({"embed": np.zeros((5, 2)), f"layers.0.mlp.{half}": np.zeros((3, 2, 4))}, names="mixtral")
+
+
+def test_language_model_without_an_embedding():
+    with pytest.raises(ValueError, match=r"^parameters: got no 'embed\.weight', which becomes embed_tokens"):
+        weights.from_flax({"final_norm.scale": np.zeros(3)}, names="llama")
+
+
+UNREADABLE = {
+    "meta": (lambda: torch.zeros(2, 2, device="meta"), "a meta tensor, want a dense tensor with values"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), r"a torch\.sparse_coo tensor, want a dense tensor with values"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_tensors_without_readable_values(kind):
+    make, got = UNREADABLE[kind]
+    with pytest.raises(TypeError, match=rf"^part\.weight: got {got}"):
+        weights.to_flax({"part.weight": make()})
+
+
 def other_config(kind, **more):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     fields = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1}

@@ -73,6 +73,11 @@ torch.testing.assert_close(got.detach().float(), want, atol=0.1, rtol=0)
 got.float().sum().backward()
 assert experts.layers[0].mlp.router.grad.dtype == torch.float32
 print("EXPERTS")
+try:
+    bridge.weights.to_flax(experts)
+except TypeError as error:
+    assert "got a DTensor, want a torch.Tensor; full_tensor()" in str(error), error
+    print("TO_FLAX")
 dist.destroy_process_group()
 """
 
@@ -83,3 +88,4 @@ def test_gradients_match_one_process():
         assert "DDP" in printed
         assert "FSDP" in printed
         assert "EXPERTS" in printed
+        assert "TO_FLAX" in printed
