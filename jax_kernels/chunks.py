@@ -26,6 +26,7 @@ __all__ = [
     "in_turn",
     "is_forced",
     "is_out_of_memory",
+    "known_rows",
     "limit",
     "memory_limit",
     "retried",
@@ -177,6 +178,11 @@ def retried[Result](op: str, sizes: str, call: Callable[[], Result], most: int) 
         context = forced(count)
         text = f"{op}: out of memory for {sizes}; the call is tried again in {count} chunks"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def known_rows(shape: Sequence[Any]) -> int:
+    """The number of rows of row axes of these lengths; 1, which cannot be split, if a length is symbolic."""
+    return math.prod(shape) if all(isinstance(length, int) for length in shape) else 1
 
 
 def by_rows(

@@ -53,6 +53,23 @@ def test_hopper_kernels_serve_some_calls(kind):
         assert any(served)
 
 
+@pytest.mark.parametrize("route", examples.ROUTES)
+@pytest.mark.parametrize(("place", "named"), [(0, None), (1, "xla")])
+def test_the_drawn_implementation_runs(route, place, named, monkeypatch):
+    """A later implementation is named in the call; the choice of dispatch is not."""
+    norms, asked = calls.drawn("norms", 1), []
+
+    def forward(ops, given, **how):
+        asked.append(how.get("implementation"))
+        return norms.forward(ops, given, **how)
+
+    draw = SmallDraw(0)
+    monkeypatch.setattr(draw, "one", lambda *choices: choices[min(place, len(choices) - 1)])
+    monkeypatch.setattr(examples, "implementations", lambda call: ["auto", "xla"])
+    assert examples.example(dataclasses.replace(norms, forward=forward), route, draw, "cpu") == ["auto", "xla"][place]
+    assert asked[-1] == named
+
+
 def test_a_wrong_result_is_reported(monkeypatch):
     norms = calls.KINDS["norms"]
 

@@ -226,9 +226,9 @@ def _in_chunks(call: PlannedCall, whole: Callable[[MatmulInputs], MatmulResult],
     of_rows = {name: getattr(inputs, name) for name in BY_ROWS if getattr(inputs, name) is not None}
     are_rows = all(x.shape[: len(shape)] == shape for x in of_rows.values())
     is_splittable = are_rows and call.options.scaling is None and not call.options.transpose_x
-    if not is_splittable or not all(isinstance(size, int) for size in shape) or math.prod(shape) < 2:
+    rows = chunks.known_rows(shape)
+    if not is_splittable or rows < 2:
         return whole(inputs)
-    rows = math.prod(shape)
     size = rows * inputs.w.shape[0 if call.options.transpose_w or call.options.low_bit is not None else -1]
     sums = 0.0 if call.implementation != "xla" else 4.0 * size * (1 if inputs.w_up is None else 2)
     need = Need(kept=4.0 * size, temporary=sums, most=rows, axes="rows")

@@ -1,7 +1,6 @@
 """The op mlp: a feed-forward block. Its backward takes the activation's derivative in the epilogue of a matmul."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -206,18 +205,19 @@ def _out(call, inputs):
     x, residual = inputs.first.x, inputs.residual
     whole = lambda inputs: _down(call, inputs, gradients.batched(call)(inputs.first).out)
     *shape, _ = x.shape
-    if not all(isinstance(size, int) for size in shape) or math.prod(shape) < 2:
+    rows = chunks.known_rows(shape)
+    if rows < 2:
         return whole(inputs)
 
-    def part(rows: tuple[slice, ...]) -> jax.Array:
-        if not rows:
+    def part(of: tuple[slice, ...]) -> jax.Array:
+        if not of:
             return whole(inputs)
-        first = inputs.first._replace(x=x[rows])
-        return whole(inputs._replace(first=first, residual=None if residual is None else residual[rows]))
+        first = inputs.first._replace(x=x[of])
+        return whole(inputs._replace(first=first, residual=None if residual is None else residual[of]))
 
     hidden = inputs.down.shape[1 if call.options.transpose_w else 0]
-    size = math.prod(shape) * hidden * x.dtype.itemsize
-    need = Need(kept=2.0 * x.size * x.dtype.itemsize, temporary=1.0 * size, most=math.prod(shape), axes="rows")
+    size = rows * hidden * x.dtype.itemsize
+    need = Need(kept=2.0 * x.size * x.dtype.itemsize, temporary=1.0 * size, most=rows, axes="rows")
     return chunks.by_rows("mlp", need, x, part, is_partitioned(), shape)
 
 

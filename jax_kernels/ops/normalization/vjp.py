@@ -1,7 +1,6 @@
 """A planned norm with its gradient."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -71,8 +70,7 @@ def _forward(call: PlannedCall, inputs: NormInputs) -> NormResult:
         return forward(given, call.options, config=call.config, interpret=call.interpret)
 
     *shape, _ = inputs.x.shape
-    most = math.prod(shape) if all(isinstance(size, int) for size in shape) else 1
-    need = Need(kept=0, temporary=0, most=most, axes="rows")
+    need = Need(kept=0, temporary=0, most=chunks.known_rows(shape), axes="rows")
     name = "layer_norm" if call.options.is_centred else "rms_norm"
     return chunks.by_rows(name, need, inputs.x, part, is_partitioned(), shape)
 

@@ -96,6 +96,8 @@ class Draw:
     The sizes are likely to break kernels: one past a block, a multiple of a part of a block, a single row.
     """
 
+    longest_whole = 1280
+
     def __init__(self, *seed: int):
         self.random = np.random.default_rng(seed)
 
@@ -121,8 +123,8 @@ class Draw:
         return [self.whole(block) if is_whole else self.size() for _ in range(count)]
 
     def whole(self, block: int) -> int:
-        """A multiple of `block` of up to 1280."""
-        return block * self.integer(1, max(1280 // block, 1) + 1)
+        """A multiple of `block` of up to longest_whole."""
+        return block * self.integer(1, self.longest_whole // block + 1)
 
     def normal(self, *shape: int, dtype: str = "float32") -> np.ndarray:
         """Normal values that a dtype can represent, in float32."""
@@ -143,11 +145,10 @@ class Draw:
 class SmallDraw(Draw):
     """A Draw with lengths up to 160, for a CPU."""
 
+    longest_whole = 160
+
     def size(self) -> int:
         return self.one(self.integer(1, 20), self.integer(20, 150), 8 * self.integer(1, 20), 64, 65, 128, 129)
-
-    def whole(self, block: int) -> int:
-        return block * self.integer(1, max(160 // block, 1) + 1)
 
 
 def check_all(names: Sequence[str], drawn: Callable[[str], Any], check_one: Callable[[Any], None]) -> None:

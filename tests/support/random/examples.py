@@ -42,6 +42,7 @@ class HypothesisDraw(SmallDraw):
     def __init__(self, data: st.DataObject, is_small: bool):
         super().__init__(data.draw(st.integers(0, 2**31)))
         self._data, self._is_small = data, is_small
+        self.longest_whole = (SmallDraw if is_small else Draw).longest_whole
 
     def one(self, *choices: Any) -> Any:
         return choices[self._data.draw(st.integers(0, len(choices) - 1))]
@@ -54,9 +55,6 @@ class HypothesisDraw(SmallDraw):
 
     def size(self) -> int:
         return super().size() if self._is_small else Draw.size(self)
-
-    def whole(self, block: int) -> int:
-        return super().whole(block) if self._is_small else Draw.whole(self, block)
 
 
 @dataclasses.dataclass
@@ -110,8 +108,8 @@ def example(call: Call, route: str, draw: Draw, device: str) -> str:
     names = implementations(call)
     wanted = definition(call, device)
     name = draw.one(*names)
-    how = {"implementation": name} if call.implementation_is_free else {}
-    if name != names[0] and not is_served(call, how):
+    how = {} if name == names[0] else {"implementation": name}
+    if how and not is_served(call, how):
         name, how = names[0], {}
     if route == "bridge":
         check(call, tensors.results(call, tensors.made(call, draw, device), **how), wanted)

@@ -115,12 +115,12 @@ def _has_heads(mask: Mask) -> bool:
 
 
 def _against_gather(sizes: Sizes, arrays: RingArrays) -> str | None:
-    """The argument that keeps "auto" from gathering all keys; None if it may."""
+    """The argument, or the words, that keep "auto" from gathering all keys; None if it may."""
     given: dict[str, Any] = {name: getattr(arrays, name) for name in ("mask", "score_mod", "bias")}
     if sizes.layout.name == "striped":
         return "layout"
     if export.is_symbolic_dim(arrays.query.shape[0]):
-        return "batch"
+        return "symbolic batch"
     if sizes.layout.devices * sizes.key_bytes > MOST_GATHERED:
         return "memory"
     return next((name for name, value in given.items() if value is not None), None)
