@@ -20,6 +20,7 @@ from jax_kernels import (
     matmul,
     memory_limit,
     mlp,
+    quantize,
     rms_norm,
 )
 from jax_kernels.ops.attention import implementations as of_attention
@@ -123,6 +124,27 @@ def test_rows_of_several_axes_in_chunks(name, axes):
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6 * jnp.abs(y).max())  # sums of other orders cancel
         assert max(split) == 4  # matmuls inside a chunk of mlp have fewer rows
+
+
+def test_as_many_chunks_as_the_limit_requires():
+    """Three rows of five each do not make four equal chunks: there are more."""
+    x = jnp.arange(15.0).reshape(3, 5)
+    need, parts = chunks.Need(kept=0, temporary=0, most=15, axes="rows"), []
+    with chunks.forced(4):
+        got = chunks.by_rows("op", need, x, lambda of: parts.append(of) or x[of], is_partitioned=False, shape=x.shape)
+    np.testing.assert_array_equal(got, x)
+    assert len(parts) == 6
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_8_bit_matmuls_are_not_split(scaling):
+    """A chunk of rows has other scales of rows and blocks."""
+    x, w = (quantize(NORMAL(*shape), scaling=scaling) for shape in ((8, 128), (16, 128)))
+    product = lambda: matmul(x, w, transpose_w=True, implementation="xla")
+    want = product()
+    with chunks.forced(4) as split:
+        np.testing.assert_array_equal(product(), want)
+    assert not split
 
 
 def test_the_plan_of_rows_of_several_axes():

@@ -299,3 +299,10 @@ def test_a_memory_limit_makes_smaller_tiles(reduction, steps):
         close(traced.lower().compile()(x, w), whole)
     text = str(traced.jaxpr)
     assert max(int(length) for length in re.findall(r"length=(\d+)", text)) == steps
+
+
+def test_a_large_memory_limit_makes_no_larger_tiles(small_tiles):
+    traced = lambda: str(jax.make_jaxpr(jax.grad(ours("sum"), (0, 1)))(X, W, WEIGHTS))
+    free = traced()
+    with memory_limit(2**40):
+        assert traced() == free

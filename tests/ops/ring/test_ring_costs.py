@@ -33,8 +33,8 @@ class Case:
     is_masked: bool
     has_copies: bool
 
-    def plan(self):
-        x = jax.ShapeDtypeStruct((1, self.tokens // self.devices, 16, 128), jnp.bfloat16)
+    def plan(self, batch=1):
+        x = jax.ShapeDtypeStruct((batch, self.tokens // self.devices, 16, 128), jnp.bfloat16)
         mesh = jax.sharding.AbstractMesh((self.devices,), ("sequence",), (jax.sharding.AxisType.Auto,))
         limits = {"is_causal": self.causal, "window": (self.window, 0) if self.window else None}
         if self.is_masked:
@@ -117,6 +117,11 @@ def test_the_plan_has_the_predicted_times():
     assert [x.strategy for x in plan.predictions] == ["ring", "halo", "all_to_all", "all_gather"]
     assert all(0 < x.forward < x.differentiated for x in plan.predictions)
     assert "predicted ms, forward and forward with backward: ring 0." in str(plan)
+
+
+def test_the_predicted_times_grow_with_the_batch():
+    one, four = (CHOICES[0].plan(batch).predictions for batch in (1, 4))
+    assert all(y.forward > 1.5 * x.forward for x, y in zip(one, four, strict=True))
 
 
 def test_costs_are_positive():
