@@ -2,12 +2,13 @@
 
     python benchmarks/versions.py --export v0.1 --base .base           # once, on a machine with git
     PYTHONPATH=. python benchmarks/versions.py --base .base --cases bias,causal --output results/versions.json
+    PYTHONPATH=. python benchmarks/versions.py --base .base --table --output results/versions-table.json
 
 --export writes a commit's package into the folder of --base under another name, so that one process imports both. The
 two versions take turns. Their order changes from round to round, because at the power limit the second of two is a few
 percent slower. The backward is timed without the forward. The ratio is this version's time over the other's: the median
-over rounds. The results of the two versions have to agree before they are timed. The exit status is 1 if a version
-failed or the results disagree.
+over rounds. The results of the two versions have to agree before they are timed. With --table the cases are the 24
+attentions of benchmarks/attention_table.py. The exit status is 1 if a version failed or the results disagree.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import dataclasses
 import functools
 import importlib
 import io
+import math
 import pathlib
 import statistics
 import subprocess
@@ -28,8 +30,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from harness import command_line, report
-from harness.cases import alibi_mod, relative_error, softcap_mod
+from harness.cases import ROTATION_BYTES, alibi_mod, relative_error, softcap_mod
 from harness.process import prepare_process, say
+from harness.table_cases import CASES as TABLE
+from harness.table_cases import TableCase
 from harness.timers import choose_timer, close
 from harness.timing import Contender, Timer, take_turn
 
@@ -40,7 +44,10 @@ MODES = ("fwd", "bwd")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One flash_attention. arguments(case, library) makes its arguments, with masks of that library."""
+    """One flash_attention. arguments(case, library) makes its arguments, with masks of that library.
+
+    kv_length, v_head_dim: None for seq and head_dim. query_scale: the factor of the normal queries.
+    """
 
     name: str
     batch: int = 2
@@ -48,16 +55,33 @@ class Case:
     heads: int = 16
     head_dim: int = 128
     kv_heads: int = 16
+    kv_length: int | None = None
+    v_head_dim: int | None = None
+    query_scale: float = 1.0
     arguments: Callable[["Case", Any], dict[str, Any]] = lambda case, library: {}
     implementation: str | None = None
     frozen: bool = False  # only query, key and value have gradients
 
-    def inputs(self) -> tuple[jax.Array, ...]:
-        """Standard normal query, key, value and dout."""
-        keys = jax.random.split(jax.random.key(0), 4)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        shape = lambda count: (self.batch, self.seq, count, self.head_dim)
-        return tuple(jax.random.normal(k, shape(n), jnp.bfloat16) for k, n in zip(keys, heads, strict=True))
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of query, key, value and dout."""
+        keys, features = self.kv_length or self.seq, self.v_head_dim or self.head_dim
+        return (
+            (self.batch, self.seq, self.heads, self.head_dim),
+            (self.batch, keys, self.kv_heads, self.head_dim),
+            (self.batch, keys, self.kv_heads, features),
+            (self.batch, self.seq, self.heads, features),
+        )
+
+    def inputs(self, index: int = 0) -> tuple[jax.Array, ...]:
+        """Standard normal query, key, value and dout, of one of the sets."""
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), index), 4)
+        query, *others = (jax.random.normal(k, x, jnp.bfloat16) for k, x in zip(keys, self.shapes(), strict=True))
+        return (query * self.query_scale, *others)
+
+    @property
+    def sets(self) -> int:
+        """The number of input sets that overflow the L2 cache, 8 at most."""
+        return min(8, math.ceil(ROTATION_BYTES / (2 * sum(map(math.prod, self.shapes())))))
 
 
 def bias(*dimensions: str, **more: Any) -> Callable[[Case, Any], dict[str, Any]]:
@@ -113,7 +137,7 @@ def _cases() -> list[Case]:
         Case("lengths deterministic", arguments=lambda *given: lengths(*given) | {"deterministic": True}),
         Case("sinks", arguments=lambda case, _: {"sinks": jnp.zeros(case.heads)}),
         Case("softcap score_mod", arguments=always(score_mod=softcap_mod)),
-        # # Lazy, because the slopes are an array, and an array made here would start JAX's backend before
+        # Lazy, because the slopes are an array, and an array made here would start JAX's backend before
         # prepare_process.
         Case("ALiBi score_mod", arguments=lambda case, _: {"score_mod": alibi_mod(case.heads), "is_causal": True}),
         Case("masking score_mod", arguments=always(score_mod=masking_mod)),
@@ -136,6 +160,21 @@ def _cases() -> list[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
+
+
+def of_table(case: TableCase) -> Case:
+    return Case(
+        case.label,
+        batch=case.batch,
+        seq=case.q_length,
+        heads=case.heads,
+        head_dim=case.head_dim,
+        kv_heads=case.kv_heads,
+        kv_length=case.kv_length,
+        v_head_dim=case.v_head_dim,
+        query_scale=case.query_scale,
+        arguments=lambda *_: case.arguments(case.batch),
+    )
 
 
 def export(commit: str, folder: pathlib.Path) -> None:
@@ -171,9 +210,9 @@ def prepare(case: Case, mode: str, library: Any) -> Callable[[], Callable[[int],
         forward = jax.jit(attend).lower(*qkv, arguments).compile()
 
         def start():
-            *inputs, _ = case.inputs()
+            sets = [case.inputs(index)[:3] for index in range(case.sets)]
             given = arrays()
-            return lambda index: forward(*inputs, given)
+            return lambda index: forward(*sets[index % len(sets)], given)
 
         return start
 
@@ -187,9 +226,10 @@ def prepare(case: Case, mode: str, library: Any) -> Callable[[], Callable[[int],
     forward = lowered.compile()
 
     def start_backward():
-        *inputs, dout = case.inputs()
-        vjp = forward(*inputs, arrays())
-        return lambda index: backward(vjp, dout)
+        sets = [case.inputs(index) for index in range(case.sets)]
+        given = arrays()
+        saved = [(forward(*inputs, given), dout) for *inputs, dout in sets]
+        return lambda index: backward(*saved[index % len(saved)])
 
     return start_backward
 
@@ -230,6 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--export", help="a commit: write its package into --base, and end")
     parser.add_argument("--mode", default=",".join(MODES))
     parser.add_argument("--cases", default=",".join(CASES), help="comma list of names; default all")
+    parser.add_argument("--table", action="store_true", help="time the cases of attention_table.py instead of --cases")
     parser.add_argument("--seq", type=command_line.positive(int), help="length of every case; default each case's own")
     parser.add_argument("--threads", type=command_line.positive(int), default=12, help="cases that compile at once")
     args = parser.parse_args(argv)
@@ -240,10 +281,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         modes = command_line.names("mode", args.mode, MODES)
         cases = [CASES[name] for name in command_line.names("cases", args.cases, list(CASES))]
+        if args.table and args.seq is not None:
+            raise ValueError(
+                f"seq: got {args.seq} beside --table, whose cases have lengths of their own; want one of the two"
+            )
         if not (args.base / BASE).is_dir():
             raise ValueError(f"base: got {args.base}, want a folder with {BASE} in it, as --export COMMIT writes it")
     except ValueError as error:
         parser.error(str(error))
+    if args.table:
+        cases = [of_table(case) for case in TABLE]
     if args.seq is not None:
         cases = [dataclasses.replace(case, seq=args.seq) for case in cases]
     deadline = time.monotonic() + args.budget

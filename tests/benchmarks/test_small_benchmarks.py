@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import versions
+from harness.table_cases import TableCase
 
 from tests.support.cases import tiers
 
@@ -135,6 +136,7 @@ def test_features_without_time_left(run_features):
         (decode, "--shapes 2,1,4,16,3", "kv_heads: got 3, want a divisor of the 4 heads"),
         (decode, "--kv-length 100", "kv_length: got 100, want a multiple of 64, the length of a page"),
         (decode, "--implementations cudnn", "implementations: got 'cudnn', want some of mosaic_gpu"),
+        (versions, "--base nowhere --table --seq 8", "seq: got 8 beside --table"),
         (versions, "--base nowhere", "base: got nowhere, want a folder with jax_kernels_base in it, as --export"),
         (accuracy, "--implementations xla", "implementations: got 'xla', want cudnn among them"),
         (accuracy, "--lengths 32,0", "got '32,0', want positive integers"),
@@ -300,6 +302,16 @@ def test_versions_side_by_side(tmp_path, monkeypatch):
         assert rows["bias bs", mode]["ours"]["error"] == 0
         assert rows["bias bs", mode]["ratio"] > 0
         assert rows["causal triton", mode]["ours"]["status"] == "unavailable"
+    short = TableCase("4 queries", 1, 4, 2, 16, kv_length=12, kv_heads=1, v_head_dim=8, is_causal=True)
+    packed = TableCase("documents", 1, 16, 1, 16, documents=(0.5, 0.5), query_scale=2.0)
+    monkeypatch.setattr(versions, "TABLE", (short, packed))
+    with_table = ["--base", str(tmp_path), "--timer", "host", "--rounds", "1", "--seconds", "0.001", "--table"]
+    assert versions.main([*with_table, "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["case"], row["mode"]) for row in rows] == [
+        (case.label, mode) for mode in versions.MODES for case in (short, packed)
+    ]
+    assert all(row["ours"]["error"] == 0 and row["ratio"] > 0 for row in rows)
     base = sys.modules[versions.BASE]
     right = base.flash_attention
     monkeypatch.setattr(base, "flash_attention", lambda *args, **kwargs: 2 * right(*args, **kwargs))
