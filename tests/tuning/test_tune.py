@@ -422,8 +422,12 @@ def test_candidates_that_the_cost_model_leaves_out(monkeypatch):
 
 
 @pytest.mark.triton
-def test_flash_attention_in_the_interpreter(monkeypatch):
-    """Plain calls, and calls under jit and grad, get the blocks of the fake timer's choice, and the right results."""
+@pytest.mark.parametrize("values", ["normal", "equal"])
+def test_flash_attention_in_the_interpreter(values, monkeypatch):
+    """Plain calls, and calls under jit and grad, get the blocks of the fake timer's choice, and the right results.
+
+    Where all values are equal, the gradients of query and key are 0, up to roundings, which differ between candidates.
+    """
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     monkeypatch.setattr(session, "device_info", lambda: device_info("cpu"))
     few = lambda blocks, call: tuple(dataclasses.replace(blocks, num_warps=warps) for warps in (4, 2))
@@ -437,13 +441,14 @@ def test_flash_attention_in_the_interpreter(monkeypatch):
 
     monkeypatch.setattr(timers, "choose", lambda: timers.Timer(name="fake", read=read))
     query = jax.random.normal(jax.random.key(0), (1, 16, 2, 16))
-    call = lambda x, **more: jax_kernels.flash_attention(x, x, x, is_causal=True, **more)
+    value = query if values == "normal" else jnp.broadcast_to(query[:, :1], query.shape)
+    call = lambda x, **more: jax_kernels.flash_attention(x, x, value, is_causal=True, **more)
     want = call(query)
     with warnings.catch_warnings(), tune() as results:
         warnings.simplefilter("error")
         got = call(query)
     assert [(x.winner.fastest, x.failed) for x in results] == [("triton", {})]
-    plan = explain(jax_kernels.flash_attention, query, query, query, is_causal=True)
+    plan = explain(jax_kernels.flash_attention, query, query, value, is_causal=True)
     assert (plan.implementation, plan.config.forward.num_warps, plan.config.backward.num_warps) == ("triton", 2, 2)
     assert (plan.tuned.ms, plan.tuned.untuned, plan.tuned.untuned_ms) == (4.0, "xla", 20.0)
     assert jnp.allclose(got, want, atol=1e-5)
@@ -452,6 +457,17 @@ def test_flash_attention_in_the_interpreter(monkeypatch):
         jax.grad(lambda x: call(x, implementation="xla").sum())(query),
         atol=1e-4,
     )
+
+
+def test_layer_norm_with_a_scale_of_ones(monkeypatch):
+    """For cotangents of 1, its gradient of x is 0, up to roundings."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    monkeypatch.setattr(session, "device_info", lambda: device_info("cpu"))
+    monkeypatch.setattr(timers, "choose", lambda: timers.Timer(name="fake", read=lambda program, calls: 1.0))
+    x = jax.random.normal(jax.random.key(0), (8, 1000), jnp.bfloat16)
+    with tune() as results:
+        jax_kernels.layer_norm(x, jnp.ones(1000), jnp.zeros(1000))
+    assert (len(results), results[0].failed) == (1, {})
 
 
 def test_lengths_of_traced_calls(monkeypatch):
