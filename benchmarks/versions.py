@@ -63,7 +63,7 @@ class Case:
     frozen: bool = False  # only query, key and value have gradients
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of query, key, value and dout."""
+        """The shapes of query, key, value and dout."""
         keys, features = self.kv_length or self.seq, self.v_head_dim or self.head_dim
         return (
             (self.batch, self.seq, self.heads, self.head_dim),
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = [CASES[name] for name in command_line.names("cases", args.cases, list(CASES))]
         if args.table and args.seq is not None:
             raise ValueError(
-                f"seq: got {args.seq} beside --table, whose cases have lengths of their own; want one of the two"
+                f"seq: got {args.seq} with --table, whose cases have lengths of their own, want one of the two"
             )
         if not (args.base / BASE).is_dir():
             raise ValueError(f"base: got {args.base}, want a folder with {BASE} in it, as --export COMMIT writes it")

@@ -136,7 +136,7 @@ def test_features_without_time_left(run_features):
         (decode, "--shapes 2,1,4,16,3", "kv_heads: got 3, want a divisor of the 4 heads"),
         (decode, "--kv-length 100", "kv_length: got 100, want a multiple of 64, the length of a page"),
         (decode, "--implementations cudnn", "implementations: got 'cudnn', want some of mosaic_gpu"),
-        (versions, "--base nowhere --table --seq 8", "seq: got 8 beside --table"),
+        (versions, "--base nowhere --table --seq 8", "seq: got 8 with --table"),
         (versions, "--base nowhere", "base: got nowhere, want a folder with jax_kernels_base in it, as --export"),
         (accuracy, "--implementations xla", "implementations: got 'xla', want cudnn among them"),
         (accuracy, "--lengths 32,0", "got '32,0', want positive integers"),
