@@ -61,6 +61,23 @@ def test_a_run(run, tmp_path):
     assert "<td>64 x 256</td><td>xla</td><td>2</td>" in text
 
 
+def test_an_interrupted_run_keeps_its_rows(run, monkeypatch, tmp_path):
+    right = bench.rows_of
+
+    def stopped(op, call, *options):
+        if op == "rms_norm":
+            raise KeyboardInterrupt
+        return right(op, call, *options)
+
+    monkeypatch.setattr(bench, "rows_of", stopped)
+    files = [tmp_path / name for name in ("r.json", "r.html")]
+    code, out, _ = run("matmul", "rms_norm", "--json", str(files[0]), "--html", str(files[1]))
+    assert (code, "256 x 256" in out) == (130, True)
+    report = json.loads(files[0].read_text())
+    assert (report["complete"], {row["op"] for row in report["results"]}) == (False, {"matmul"})
+    assert "256 x 256" in files[1].read_text()
+
+
 @pytest.mark.parametrize(
     "ops",
     [

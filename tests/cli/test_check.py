@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import math
+import threading
 
 import pytest
 
 from jax_kernels import dispatch, testing
 from jax_kernels.cli import check
+from jax_kernels.cli.check import suites
+from jax_kernels.device import device_info
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 
@@ -53,13 +56,13 @@ def test_check_prints_an_implementation_when_it_ends(run, two_cases, monkeypatch
 
 
 def test_check_fails_on_a_wrong_result(run, two_cases, monkeypatch):
-    right = check.run_attention
+    right = suites.run_attention
 
     def wrong(case, arrays, implementation, op):
         results = right(case, arrays, implementation, op)
         return results | {"dk": results["dk"] * 1.01} if case.name == "fp32" else results
 
-    monkeypatch.setattr(check, "run_attention", wrong)
+    monkeypatch.setattr(suites, "run_attention", wrong)
     code, out, _ = run(*CHECK, "--implementation", "xla")
     assert code == 1
     assert "1 passed, 1 failed" in out
@@ -75,8 +78,8 @@ def test_another_librarys_kernels_have_twice_the_bound(monkeypatch, by, of_bound
     arrays, bounds = testing.attention_inputs(case), testing.tolerance(case)
     want = testing.attention_float64(case, *arrays[:-1])
     got = {name: x * (1 + of_bound * bounds[name]) for name in ("out", "dk") for x in (getattr(want, name),)}
-    monkeypatch.setattr(check, "why_not", lambda case, name: None)
-    monkeypatch.setattr(check, "run_attention", lambda *_: got)
+    monkeypatch.setattr(suites, "why_not", lambda case, name: None)
+    monkeypatch.setattr(suites, "run_attention", lambda *_: got)
     result = check.run_case("flash_attention", "gqa", case, by)
     assert (result.raised, result.passed) == (None, passes)
 
@@ -85,11 +88,53 @@ def test_check_reports_a_raising_implementation(run, two_cases, monkeypatch, tmp
     def broken(*_):
         raise RuntimeError("ptxas [exited]")
 
-    monkeypatch.setattr(check, "run_attention", broken)
+    monkeypatch.setattr(suites, "run_attention", broken)
     code, out, _ = run(*CHECK, "--implementation", "xla", "--json", str(tmp_path / "report.json"))
     assert code == 1
     assert "xla, fp32: RuntimeError: ptxas [exited]" in out
     assert json.loads((tmp_path / "report.json").read_text())["failed"] == 2
+
+
+def _on_one_gpu(monkeypatch):
+    monkeypatch.setattr(check, "find_device", lambda _: device_info("h200"))
+    monkeypatch.setattr(check.jax, "device_count", lambda: 1)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_an_interrupted_run_keeps_its_results(at_once, run, monkeypatch, tmp_path):
+    monkeypatch.setitem(check.QUICK, "flash_attention", ("one_query", "fp32", "full", "causal"))
+    monkeypatch.setattr(check, "_AT_ONCE", at_once)
+    right = check.run_case
+
+    def stopped(op, name, case, by):
+        if name == "full":
+            raise KeyboardInterrupt
+        return right(op, name, case, by)
+
+    monkeypatch.setattr(check, "run_case", stopped)
+    if at_once > 1:
+        _on_one_gpu(monkeypatch)
+    path = tmp_path / "report.json"
+    code, out, _ = run(*CHECK, "--implementation", "xla", "--json", str(path))
+    assert (code, "2 passed, 0 failed, 0 not served, 2 not run" in out) == (130, True)
+    report = json.loads(path.read_text())
+    assert (report["complete"], [result["case"] for result in report["results"]]) == (False, ["one_query", "fp32"])
+
+
+def test_cases_run_together_on_one_gpu(run, monkeypatch):
+    """Two cases wait for each other; their results come in order."""
+    both = threading.Barrier(2, timeout=60)
+
+    def together(op, name, case, by):
+        both.wait()
+        return check.Result(op, by, name, {}, {})
+
+    monkeypatch.setattr(check, "run_case", together)
+    monkeypatch.setattr(check, "_AT_ONCE", 2)
+    _on_one_gpu(monkeypatch)
+    monkeypatch.setitem(check.QUICK, "flash_attention", ("fp32", "one_query"))
+    code, out, _ = run(*CHECK, "--implementation", "xla")
+    assert (code, "2 passed" in out, out.index("fp32") < out.index("one_query")) == (0, True, True)
 
 
 def test_the_report_of_a_kernel_that_gives_nan_is_json(run, monkeypatch, tmp_path):
@@ -103,7 +148,7 @@ def test_the_report_of_a_kernel_that_gives_nan_is_json(run, monkeypatch, tmp_pat
 
 
 def test_check_counts_unsupported_cases(run, two_cases, monkeypatch):
-    monkeypatch.setattr(check, "why_not", lambda case, name: "too exact" if case.precision == "fp32" else None)
+    monkeypatch.setattr(suites, "why_not", lambda case, name: "too exact" if case.precision == "fp32" else None)
     code, out, _ = run(*CHECK, "--implementation", "xla")
     assert code == 0
     assert "1 passed, 0 failed, 1 not served" in out

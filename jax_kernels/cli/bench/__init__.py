@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,23 +62,22 @@ def bench(
     is_gpu = device.compute_capability is not None
     calls = [(op, call) for op in ops or STANDARD for call in STANDARD[op][0 if is_gpu else 1]]
     found: list[Row] = []
-    progress = Console(stderr=True)
-    is_silent = not progress.is_terminal
-    tracked = track(calls, f"timing on {device.name}", console=progress, transient=True, disable=is_silent)
-    for op, call in tracked:
-        of_call = rows_of(op, call, gradients, seconds, with_peers)
-        found += of_call
-        if is_silent:  # without a bar, a call's table shows that the command is at work
-            _show(device.name, of_call)
-    of_density = density_rows(is_gpu, seconds, with_peers) if density else []
-    found += of_density
-    _show(device.name, of_density if is_silent else found)
+    interrupted: KeyboardInterrupt | None = None
+    try:
+        for rows in _rows(calls, device.name, gradients, seconds, with_peers):
+            found += rows
+        found += density_rows(is_gpu, seconds, with_peers) if density else []
+    except KeyboardInterrupt as error:  # the rows so far are kept
+        interrupted = error
+    shown = found if Console(stderr=True).is_terminal else [row for row in found if row.density is not None]
+    _show(device.name, shown)
     packages = versions()
     report: dict[str, Any] = {"device": dataclasses.asdict(device), "versions": packages}
     roofs: Roofs | None = None
-    if html_path is not None and any(row.intensity is not None for row in found):
+    if html_path is not None and not interrupted and any(row.intensity is not None for row in found):
         roofs = measure_roofs(is_gpu, seconds)
         report["roofs"] = dataclasses.asdict(roofs)
+    report["complete"] = interrupted is None
     report["results"] = [dataclasses.asdict(row) for row in found]
     if json_path is not None:
         write_output("--json", json_path, json_text(report) + "\n")
@@ -86,6 +85,19 @@ def bench(
     if html_path is not None:
         write_output("--html", html_path, html_page(device.name, packages, found, roofs))
         print(f"wrote {html_path}")
+    if interrupted:
+        raise interrupted
+
+
+def _rows(calls: Sequence[tuple[str, Any]], device: str, *options: Any) -> Iterator[list[Row]]:
+    """The rows of each call. Without a terminal they are printed at once, which shows that the command is at work."""
+    progress = Console(stderr=True)
+    is_silent = not progress.is_terminal
+    for op, call in track(calls, f"timing on {device}", console=progress, transient=True, disable=is_silent):
+        rows = rows_of(op, call, *options)
+        if is_silent:
+            _show(device, rows)
+        yield rows
 
 
 def _show(device: str, rows: Sequence[Row]) -> None:

@@ -1,33 +1,19 @@
-"""jax-kernels check: compares every implementation that this machine can run with float64."""
+"""The cases of jax-kernels check: by op, how they run and how they are judged."""
 
 import dataclasses
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich import box
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
-from jax_kernels.cli import UserError
-from jax_kernels.cli.info import find_device, versions
 from jax_kernels.cli.ops import OPS
-from jax_kernels.cli.outputs import check_output, json_text, print_table, write_output
-from jax_kernels.cli.paths import path_of
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
 from jax_kernels.ops.normalization.implementations import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
-from jax_kernels.spelling import did_you_mean
 from jax_kernels.testing import (
     ATTENTION_CASES,
     GPU_ATTENTION_CASES,
-    AttentionResults,
     attention_inputs,
     dilated_attention,
     errors_of_attention,
@@ -44,6 +30,8 @@ from jax_kernels.testing import (
     normalization as testing_normalization,
 )
 from jax_kernels.testing.low_precision import fp8_grouped_matmul, fp8_matmul, low_bit_matmul
+
+__all__ = ["QUICK", "SUITES", "Result", "Suite", "run_case"]
 
 # The cases that run without --full, by op.
 QUICK = {
@@ -312,102 +300,3 @@ def run_case(op: str, name: str, case: Any, implementation: str) -> Result:
         return result({}, {}, raised=f"{type(error).__name__}: {error}")
     judged = suite.judge(case, got)
     return result({x: error for x, (error, _) in judged.items()}, {x: bound for x, (_, bound) in judged.items()})
-
-
-def _ops(asked: list[str] | None) -> list[str]:
-    """The names of the ops to check: `asked`, or all. Raises UserError for an unknown name."""
-    for name in asked or ():
-        if name not in SUITES:
-            raise UserError(f"--op: got {name!r}, want one of {', '.join(SUITES)}{did_you_mean(name, SUITES)}")
-    return [name for name in SUITES if not asked or name in asked]
-
-
-def _implementations(asked: list[str] | None, ops: list[str]) -> dict[str, list[str]]:
-    """The names of the implementations to check, by op: the ones that can run here, and among these only `asked` if
-    given.
-
-    Raises UserError for a name that no op has, or that cannot run here.
-    """
-    reasons = {op: SUITES[op].reasons() for op in ops}
-    for name in asked or ():
-        found = [of_op[name] for of_op in reasons.values() if name in of_op]
-        if not found:
-            known = dict.fromkeys(name for of_op in reasons.values() for name in of_op)
-            raise UserError(
-                f"--implementation: got {name!r}, want one of {', '.join(known)}{did_you_mean(name, known)}"
-            )
-        if None not in found:
-            raise UserError(f"--implementation: {found[0]}")
-    wanted = lambda name, reason: reason is None and (not asked or name in asked)
-    return {op: [name for name, reason in of_op.items() if wanted(name, reason)] for op, of_op in reasons.items()}
-
-
-def _show(console: Console, op: str, results: list[Result]) -> None:
-    """Prints a table of an op's results, and the exceptions."""
-    names = list(dict.fromkeys(name for result in results for name in result.errors))
-    if op == "flash_attention":  # in the order of AttentionResults, whichever results the first case has
-        names = [name for name in AttentionResults._fields if name in names]
-    table = Table(title=f"{op}: {SUITES[op].error} against float64", box=box.SIMPLE_HEAD, padding=0)
-    for heading in ("implementation", "case", *names, "of bound", ""):
-        table.add_column(heading, no_wrap=True)
-    for result in results:
-        if result.skipped is not None:
-            continue
-        cells = [f"{result.errors[x]:.1e}" if x in result.errors else "" for x in names]
-        ratios = [error / result.bounds[name] for name, error in result.errors.items()]
-        worst = f"{max(ratios):.2f}" if ratios else ""
-        table.add_row(result.implementation, result.case, *cells, worst, "pass" if result.passed else "[red]FAIL")
-    print_table(table)
-    for result in results:
-        if result.raised is not None:
-            console.print(f"{op}, {result.implementation}, {result.case}: {result.raised}", markup=False)
-
-
-def check(
-    op: Annotated[
-        list[str] | None, typer.Option(help=f"only this op (repeatable), of {', '.join(SUITES)}; default: all")
-    ] = None,
-    implementation: Annotated[
-        list[str] | None, typer.Option(help="only this implementation (repeatable); default: all that can run here")
-    ] = None,
-    full: Annotated[bool, typer.Option("--full/--quick", help="every case of the test suite, or a selection")] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", parser=path_of("--json"), help="also write the results to this file")
-    ] = None,
-) -> None:
-    """Compare the ops and their gradients with float64, for every implementation that can run here.
-
-    JAX_KERNELS_INTERPRET=1 adds the Triton kernels, interpreted. Exits with 1 if an error is above its bound.
-    """
-    implementations = _implementations(implementation, _ops(op))
-    device = find_device(None)
-    check_output("--json", json_path)
-    calls = [
-        (name, case_name, case, by)
-        for name, of_op in implementations.items()
-        for by in of_op
-        for case_name, case in SUITES[name]
-        .chosen(None if full else QUICK[name], device.compute_capability is not None)
-        .items()
-    ]
-    progress = Console(stderr=True)
-    tracked = track(calls, f"{', '.join(implementations)} on {device.name}", console=progress, transient=True)
-    console = Console()
-    by_op: dict[str, list[Result]] = {}
-    for (name, _), cases in itertools.groupby(tracked, key=lambda call: (call[0], call[3])):
-        found = [run_case(*call) for call in cases]
-        by_op.setdefault(name, []).extend(found)
-        if not progress.is_terminal:  # without a bar, an implementation's table shows that the command is at work
-            _show(console, name, found)
-    for name, of_op in by_op.items() if progress.is_terminal else ():
-        _show(console, name, of_op)
-    results = [result for of_op in by_op.values() for result in of_op]
-    failed = sum(not result.passed for result in results)
-    skipped = sum(result.skipped is not None for result in results)
-    console.print(f"{device.name}: {len(results) - failed - skipped} passed, {failed} failed, {skipped} not served")
-    if json_path is not None:
-        report: dict[str, Any] = {"device": dataclasses.asdict(device), "versions": versions(), "failed": failed}
-        report["results"] = [dataclasses.asdict(result) | {"passed": result.passed} for result in results]
-        write_output("--json", json_path, json_text(report) + "\n")
-    if failed:
-        raise typer.Exit(1)
