@@ -106,11 +106,15 @@ def test_the_summary(tmp_path, monkeypatch, capsys):
 
 
 def test_a_process_that_does_not_end(tmp_path, monkeypatch):
-    """Its whole rounds count, and it is listed with the kind of its call. The processes' seeds are 2 and 3."""
+    """Its whole rounds count, and it is listed with the kind of its call.
+
+    The seeds of the two processes are 2 and 3, and their first turns 0 and 1.
+    """
     script = tmp_path / "worker.py"
     script.write_text("""
 import json, pathlib, sys, time
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert sys.argv[-3:] == ["--turns", str(int(given["--seed"]) - 2), "2"]
 seed, running = int(given["--seed"]), {"running": {"kind": "norms", "route": "jax", "seed": 7}}
 found = {"device": "cpu", "failures": [], "examples": seed, "passed": {"norms": {"jax": {"xla": seed}}}}
 pathlib.Path(given["--output"]).write_text(json.dumps(found | (running if seed == 3 else {})))
@@ -123,6 +127,32 @@ time.sleep(600 if seed == 3 else 0)
     found = json.loads(output.read_text())
     assert (found["examples"], found["passed"]) == (5, {"norms": {"jax": {"xla": 5}}})
     assert found["unfinished"] == [{"kind": "norms", "route": "jax", "seed": 7}]
+
+
+@pytest.mark.parametrize(("turns", "seen"), [((), [0, 1, 2]), (("--turns", "5", "16"), [5, 21, 13])])
+def test_processes_share_the_turns(turns, seen, monkeypatch):
+    """16 processes: the first takes the turns 0, 16, 32, of 24 kinds and routes; so all kinds have equally many."""
+    monkeypatch.setattr(stress, "_set_environment", lambda: None)
+    found = []
+
+    def run_kind(kind, route, counts, **options):
+        found.append((kind, route))
+        counts.passed[kind, route, "xla"] += 10
+
+    monkeypatch.setattr(examples, "run_kind", run_kind)
+    assert stress.main(["--examples", "30", *turns]) == 0
+    tasks = [(kind, route) for kind in calls.KINDS for route in examples.ROUTES]
+    assert [tasks.index(task) for task in found] == seen
+
+
+def test_hopper_kernels_are_half_of_the_draws(monkeypatch):
+    monkeypatch.setattr(examples, "implementations", lambda call: ["triton", "mosaic_gpu", "xla"])
+    monkeypatch.setattr(examples, "is_served", lambda call, how: False)
+    drawn = []
+    draw = SmallDraw(0)
+    monkeypatch.setattr(draw, "one", lambda *choices: drawn.extend(choices) or choices[0])
+    examples.example(calls.drawn("norms", 1), "jax", draw, "cpu")
+    assert sorted(drawn) == ["mosaic_gpu"] * 2 + ["triton", "xla"]
 
 
 def test_every_op_is_drawn():

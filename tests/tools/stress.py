@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes that share the calls")
     parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--shrink", action="store_true")
+    text = "the first of the turns that a process takes, and the step to its next one"
+    parser.add_argument("--turns", type=int, nargs=2, default=(0, 1), metavar=("FIRST", "STEP"), help=text)
     args = parser.parse_args(argv)
     begin = time.monotonic()
     args.end = None if args.minutes is None else begin + 60 * args.minutes
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         sys.exit(f"--kinds: got {', '.join(unknown)}, want some of {', '.join(KINDS)}")
     counts, turn = Counts(), 0
     tasks = [(kind, route) for kind in kinds for route in routes]
-    first = args.seed % len(tasks)  # processes with other seeds begin with other kinds
+    first, step = args.turns
 
     def is_over() -> bool:
         done = counts.passed.total() + len(counts.failures)
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return {"device": jax.devices()[0].device_kind, "seed": args.seed, **counts.as_json()}
 
     while not is_over():
-        kind, route = tasks[(first + turn) % len(tasks)]
+        kind, route = tasks[(first + step * turn) % len(tasks)]
         seed = args.seed * 1_000_003 + turn
         if args.output is not None:
             running = {"kind": kind, "route": route, "seed": seed}
@@ -90,21 +92,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def share(args: argparse.Namespace) -> dict[str, Any]:
-    """The summary of several processes, whose seeds differ."""
+    """The summary of several processes, whose seeds differ. They share the turns, so that no kind waits for its own."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [pathlib.Path(folder) / f"{i}.json" for i in range(args.workers)]
         options = ["--routes", args.routes, "--examples", str(-(-args.examples // args.workers))]
         options += [] if args.minutes is None else ["--minutes", str(args.minutes)]
         options += ["--kinds", args.kinds] if args.kinds else []
         options += ["--shrink"] if args.shrink else []
+        shares = [(str(i), str(args.workers)) for i in range(args.workers)]
         seeds = [str(args.seed * args.workers + i) for i in range(args.workers)]
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, *options, "--seed", seed, "--output", str(path)],
+                [sys.executable, __file__, *options, "--seed", seed, "--output", str(path), "--turns", *turns],
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # so that a kill reaches its children
             )
-            for seed, path in zip(seeds, outputs, strict=True)
+            for seed, path, turns in zip(seeds, outputs, shares, strict=True)
         ]
         try:
             codes = [_ended(process, args) for process in processes]

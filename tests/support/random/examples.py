@@ -104,10 +104,13 @@ def implementations(call: Call) -> list[str]:
 
 
 def example(call: Call, route: str, draw: Draw, device: str) -> str:
-    """Checks one call by one route and returns its implementation. Raises AssertionError for a wrong result."""
+    """Checks one call by one route and returns its implementation. Raises AssertionError for a wrong result.
+
+    Half of the draws are the Hopper kernels, which take fewer calls than other implementations.
+    """
     names = implementations(call)
     wanted = definition(call, device)
-    name = draw.one(*names)
+    name = draw.one(*names, *["mosaic_gpu"] * (len(names) - 2 if "mosaic_gpu" in names else 0))
     how = {} if name == names[0] else {"implementation": name}
     if how and not is_served(call, how):
         name, how = names[0], {}
