@@ -340,3 +340,36 @@ def test_program_for_cpus_and_gpus():
     both = jax.export.export(jax.jit(attend), platforms=["cpu", "cuda"])(x)
     assert both.platforms == ("cpu", "cuda")
     assert jnp.array_equal(both.call(x), jax.jit(attend)(x))
+
+
+X, W = jnp.ones((64, 128), jnp.bfloat16), jnp.ones((128, 64), jnp.bfloat16)
+MATMULS = {
+    "matmul": lambda x: jax_kernels.matmul(x, W),
+    "gated_matmul": lambda x: jax_kernels.gated_matmul(x, W, W),
+    "mlp": lambda x: jax_kernels.mlp(x, W, W.T),
+    "grouped_matmul": lambda x: jax_kernels.grouped_matmul(x, jnp.stack([W, W]), jnp.array([30, 34])),
+    "linear_cross_entropy": lambda x: jax_kernels.linear_cross_entropy(x, W, jnp.zeros(64, jnp.int32)),
+    "matmul tf32": lambda x: jax_kernels.matmul(x.astype(jnp.float32), W.astype(jnp.float32), precision="tf32"),
+    "grouped_matmul tf32": lambda x: jax_kernels.grouped_matmul(
+        x.astype(jnp.float32), jnp.ones((2, 128, 64)), jnp.array([30, 34]), precision="tf32"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MATMULS)
+def test_matmuls_of_programs_for_gpus(name):
+    """A CPU multiplies bfloat16 in float32, and tf32 as float32. The programs that it exports for a GPU do neither."""
+    gradient = jax.jit(jax.grad(lambda x: MATMULS[name](x).astype(jnp.float32).sum()))
+    matmuls = lambda *platforms: [
+        line
+        for line in jax.export.export(gradient, platforms=platforms)(X).mlir_module().splitlines()
+        if "stablehlo.dot_general" in line
+    ]
+    is_tf32 = name.endswith("tf32")
+    for_gpu = ["HIGHEST" not in line if is_tf32 else "bf16>" in line for line in matmuls("cuda")]
+    for_cpu = ["HIGHEST" in line if is_tf32 else "bf16" not in line for line in matmuls("cpu")]
+    assert any(for_gpu)
+    assert for_gpu == [True] * len(for_cpu)
+    assert for_cpu == [True] * len(for_gpu)
+    both = jax.export.export(gradient, platforms=("cpu", "cuda"))(X)
+    assert jnp.array_equal(both.call(X), gradient(X))

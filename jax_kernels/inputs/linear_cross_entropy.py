@@ -37,7 +37,8 @@ NO_SECOND_DERIVATIVE = (
 def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """einsum(axes, a, b) in float32. Products of float32 arrays are exact, not in tf32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(axes, *wide_on_a_cpu(a, b), preferred_element_type=jnp.float32, precision=precision)
+    einsum = lambda a, b: jnp.einsum(axes, a, b, preferred_element_type=jnp.float32, precision=precision)
+    return wide_on_a_cpu(einsum, a, b)
 
 
 class LossInputs(NamedTuple):

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Num
 
@@ -155,15 +156,16 @@ def scale_factors(x_scale: Array, w_scale: Array) -> tuple[Array, Array]:
     return jnp.where(is_normal, both, x_scale), jnp.where(is_normal, 1.0, w_scale)
 
 
-def wide_on_a_cpu(x: Array, w: Array) -> tuple[Array, Array]:
-    """The operands of a matmul with a float32 result: (x, w), in float32 if they are bfloat16 and the backend is a CPU.
+def wide_on_a_cpu(multiply: Callable[[Any, Any], Array], x: Array, w: Array) -> Array:
+    """multiply(x, w), a matmul with a float32 result; on a CPU its bfloat16 operands become float32.
 
     The products are equal. XLA compiles a bfloat16 matmul with a transpose after it to a program that a CPU cannot run.
+    A program that a CPU exports for a GPU multiplies in bfloat16.
     """
-    if jax.default_backend() != "cpu":
-        return x, w
+    if jax.default_backend() != "cpu" or jnp.bfloat16 not in (x.dtype, w.dtype):
+        return multiply(x, w)
     wide = lambda y: y.astype(jnp.float32) if y.dtype == jnp.bfloat16 else y
-    return wide(x), wide(w)
+    return lax.platform_dependent(x, w, cpu=lambda x, w: multiply(wide(x), wide(w)), default=multiply)
 
 
 def scale_shares(scale: Array) -> tuple[Array, Array]:

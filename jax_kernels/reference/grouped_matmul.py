@@ -12,8 +12,8 @@ from jax import lax
 
 from jax_kernels.inputs.group_tiles import GroupTiles, group_of_rows, group_offsets, group_tiles
 from jax_kernels.inputs.grouped_matmul import GroupedInputs, GroupedOptions, GroupedResult, WeightGradientInputs
-from jax_kernels.inputs.matmul import scale_shares, wide_on_a_cpu
-from jax_kernels.reference.matmul import PRECISIONS, in_turn
+from jax_kernels.inputs.matmul import scale_shares
+from jax_kernels.reference.matmul import float32_sums, in_turn
 
 __all__ = ["gathered", "grouped_matmul", "sum_of_rows", "weight_gradient"]
 
@@ -135,8 +135,4 @@ def _dot(x: Any, w: Any, axes: tuple[int, int], options: GroupedOptions) -> jax.
     """The matmul over these axes of x and w, in float32, in the options' precision."""
     if options.scaling is not None:  # bfloat16 is exact; on a GPU, XLA finds the 8-bit operands behind it
         x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-    precision: Any = PRECISIONS[options.precision]
-    if options.precision == "tf32" and jax.default_backend() != "gpu":
-        precision = lax.Precision.HIGHEST  # XLA has tf32 only on GPUs
-    contracted = ((axes[:1], axes[1:]), ((), ()))
-    return lax.dot_general(*wide_on_a_cpu(x, w), contracted, precision, preferred_element_type=jnp.float32)
+    return float32_sums(x, w, (axes[:1], axes[1:]), options.precision)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax_kernels.inputs.matmul import (
 )
 from jax_kernels.quantization import formats, scale_blocks
 
-__all__ = ["in_turn", "matmul", "of_blocks"]
+__all__ = ["float32_sums", "in_turn", "matmul", "of_blocks"]
 
 PRECISIONS = {None: None, "fp32": lax.Precision.HIGHEST, "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32}
 
@@ -116,8 +117,21 @@ def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:
     count = w.ndim - 1  # the axes that are summed over
     of_x = range(count) if options.transpose_x else range(x.ndim - count, x.ndim)
     of_w = range(1, w.ndim) if options.transpose_w else range(count)
-    precision: Any = PRECISIONS[options.precision]
-    if options.precision == "tf32" and jax.default_backend() != "gpu":
-        precision = lax.Precision.HIGHEST  # XLA has tf32 only on GPUs
-    axes = (tuple(of_x), tuple(of_w)), ((), ())
-    return lax.dot_general(*wide_on_a_cpu(x, w), axes, precision, preferred_element_type=jnp.float32)
+    return float32_sums(x, w, (tuple(of_x), tuple(of_w)), options.precision)
+
+
+def float32_sums(x: Any, w: Any, axes: tuple[Sequence[int], Sequence[int]], precision: str | None) -> jax.Array:
+    """The matmul in float32 over these axes of x and of w.
+
+    precision: a key of PRECISIONS. XLA has tf32 on GPUs alone: other devices multiply in float32.
+    """
+
+    def dot(x: Any, w: Any, precision: Any = PRECISIONS[precision]) -> jax.Array:
+        return lax.dot_general(x, w, (axes, ((), ())), precision, preferred_element_type=jnp.float32)
+
+    if precision != "tf32" or jax.default_backend() == "gpu":
+        return wide_on_a_cpu(dot, x, w)
+    # A program for CPUs and GPUs lowers both for a CPU, which has no TF32_TF32_F32. A GPU's default is tf32.
+    fast = functools.partial(dot, precision=lax.Precision.DEFAULT)
+    exact = functools.partial(wide_on_a_cpu, functools.partial(dot, precision=lax.Precision.HIGHEST))
+    return lax.platform_dependent(x, w, cuda=fast, rocm=fast, default=exact)
