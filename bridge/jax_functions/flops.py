@@ -76,7 +76,10 @@ def _of_program(name: str, with_gradient: bool) -> int:
 
 
 def _products(jaxpr: Any) -> int:
-    """The operations of the matmuls in a jaxpr and its inner jaxprs. A scan's body counts once per iteration."""
+    """The operations of the matmuls in a jaxpr and its inner jaxprs.
+
+    A scan's body counts once per iteration, and one branch of a cond: the branch with most operations.
+    """
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -84,7 +87,8 @@ def _products(jaxpr: Any) -> int:
             shape = equation.invars[0].aval.shape
             total += 2 * math.prod(shape[axis] for axis in contracted) * equation.outvars[0].aval.size
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        total += times * sum(_products(inner) for inner in core.jaxprs_in_params(equation.params))
+        together = max if equation.primitive.name == "cond" else sum
+        total += times * together([_products(inner) for inner in core.jaxprs_in_params(equation.params)] or [0])
     return total
 
 

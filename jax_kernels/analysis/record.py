@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -152,7 +153,10 @@ def trace(call: Callable[[Any], Any], tree: Any) -> Trace:
 
 
 def _products(jaxpr: Any, times: int) -> Iterator[tuple[Cost, int]]:
-    """(work of all runs, runs) of each matmul in a jaxpr that is not in the scope of an op."""
+    """(work of all runs, runs) of each matmul in a jaxpr that is not in the scope of an op.
+
+    A cond runs one branch: the matmuls of the branch with most operations count.
+    """
     for equation in jaxpr.eqns:
         stack = str(equation.source_info.name_stack)
         if any(scope in stack for scope in _SCOPES) and _is_in_op(stack):
@@ -165,8 +169,10 @@ def _products(jaxpr: Any, times: int) -> Iterator[tuple[Cost, int]]:
             moved = sum(y.size * jnp.dtype(y.dtype).itemsize for y in (x, w, out))
             yield Cost(flops=flops, bytes=moved, arithmetic=_arithmetic(x.dtype)).times(times), times
         inner = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
-        for found in jaxprs_in_params(equation.params):
-            yield from _products(found, inner)
+        within = [list(_products(found, inner)) for found in jaxprs_in_params(equation.params)]
+        if equation.primitive.name == "cond":
+            within = [max(within, key=lambda branch: sum(work.flops for work, _ in branch))]
+        yield from itertools.chain.from_iterable(within)
 
 
 def _is_in_op(stack: str) -> bool:

@@ -55,6 +55,13 @@ def test_runs_in_a_scan_with_gradients(remat, jitted):
     assert "flash_attention  2x256x4x64 causal bfloat16" in str(found)
 
 
+def test_a_cond_runs_its_largest_branch():
+    def choose(x, w):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.tanh(x @ w) @ w, x)
+
+    assert analyze(choose, SPEC(64, 64), SPEC(64, 64), device="h200").matmuls == 2
+
+
 def test_a_vmap_multiplies_the_work():
     one, many = SPEC(2, 64, 2, 32), SPEC(3, 2, 64, 2, 32)
     op = lambda q: flash_attention(q, q, q)

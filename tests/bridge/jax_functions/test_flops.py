@@ -1,5 +1,6 @@
 """PyTorch's FLOP counter sees the bridge's operators."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -22,6 +23,9 @@ CALLS = {
         bridge.gated_matmul, [random(5, 8), random(8, 6), random(8, 6)], 4 * 5 * 8 * 6, 8 * 5 * 8 * 6
     ),
     "rms_norm": (bridge.rms_norm, [random(5, 8), random(8)], 0, 0),
+    "matmul bfloat16": (
+        lambda x, w: bridge.matmul(x.bfloat16(), w.bfloat16()), [random(5, 8), random(8, 6)], 480, 960
+    ),
     "from_jax": (bridge.from_jax(lambda x, w: jnp.tanh(x @ w)), [random(5, 8), random(8, 6)], 480, 960),
 }  # fmt: skip
 
@@ -41,6 +45,14 @@ def test_counts(name):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             call(*inputs)
         assert counter.get_total_flops() == forward
+
+
+def test_cond_counts_its_largest_branch():
+    branches = [lambda x: x, lambda x: x @ x @ x, lambda x: x @ x]
+    choose = bridge.from_jax(lambda x: jax.lax.switch(jnp.int32(x[0, 0] > 0), branches, x))
+    with FlopCounterMode(display=False) as counter:
+        choose(random(4, 4).detach())
+    assert counter.get_total_flops() == 2 * 2 * 4**3
 
 
 def test_loop_counts_each_iteration():
