@@ -12,6 +12,7 @@ from rich.table import Column, Table
 import jax_kernels
 from jax_kernels import cli, dispatch
 from jax_kernels.cli import check, info
+from jax_kernels.cli.check import suites
 from jax_kernels.cli.ops import OPS
 from jax_kernels.cli.outputs import print_table
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
@@ -439,7 +440,7 @@ def test_a_wrong_environment_is_one_line(run, monkeypatch, tmp_path, arguments, 
 
 
 def test_check_with_an_unavailable_implementation(run, monkeypatch):
-    monkeypatch.setattr(check, "why_not", lambda case, name: f"{name} needs a moon")
+    monkeypatch.setattr(suites, "why_not", lambda case, name: f"{name} needs a moon")
     assert_one_line(run("check", "--op", "flash_attention", "--implementation", "triton"), "triton needs a moon")
 
 

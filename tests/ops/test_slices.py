@@ -40,6 +40,7 @@ def test_slices_are_aligned(shape, dtype, expected):
     assert slices_are_aligned(shape, jnp.dtype(dtype)) is expected
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.timeout(2 * compile_case.TIMEOUT)
 def test_kernels_get_no_slice_at_another_address():
