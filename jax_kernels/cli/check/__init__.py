@@ -136,18 +136,18 @@ def _run(calls: Sequence[tuple[str, str, Any, str]], at_once: int, device: str, 
     progress, console = Console(stderr=True), Console()
     described = f"{', '.join(dict.fromkeys(op for op, *_ in calls))} on {device}"
     tracked = iter(track(_results(calls, at_once), described, len(calls), console=progress, transient=True))
-    untold: list[Result] = []
+    not_shown: list[Result] = []
 
     def show() -> None:
-        for op, of_op in itertools.groupby(untold, key=lambda result: result.op):
+        for op, of_op in itertools.groupby(not_shown, key=lambda result: result.op):
             _show(console, op, list(of_op))
-        untold.clear()
+        not_shown.clear()
 
     try:
         for _, group in itertools.groupby(calls, key=lambda call: (call[0], call[3])):
             for result in itertools.islice(tracked, len(list(group))):
                 results.append(result)
-                untold.append(result)
+                not_shown.append(result)
             if not progress.is_terminal:
                 show()
     finally:
