@@ -1,4 +1,4 @@
-"""What a traced function computes."""
+"""Counts the operations of traced functions."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["count"]
 def count(name: str, jaxpr: Any) -> int:
     """The number of operations of this name, such as dot_general, in a jaxpr and its inner jaxprs.
 
-    Of a cond that asks for the platform, the branch for a CPU counts, which is its first.
+    A cond that asks for the platform counts as its first branch, for a CPU.
     """
     found = sum(equation.primitive.name == name for equation in jaxpr.eqns)
     for equation in jaxpr.eqns:
