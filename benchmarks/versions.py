@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import importlib
 import io
-import math
 import pathlib
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from harness import command_line, report
-from harness.cases import ROTATION_BYTES, alibi_mod, relative_error, softcap_mod
+from harness.cases import alibi_mod, number_of_sets, relative_error, softcap_mod
 from harness.process import prepare_process, say
 from harness.table_cases import CASES as TABLE
 from harness.table_cases import TableCase
@@ -80,8 +79,8 @@ class Case:
 
     @property
     def sets(self) -> int:
-        """The number of input sets that overflow the L2 cache, 8 at most."""
-        return min(8, math.ceil(ROTATION_BYTES / (2 * sum(map(math.prod, self.shapes())))))
+        """The number of input sets, which overflow the L2 cache if 8 suffice."""
+        return number_of_sets(self.shapes(), most=8)
 
 
 def bias(*dimensions: str, **more: Any) -> Callable[[Case, Any], dict[str, Any]]:

@@ -144,13 +144,18 @@ class InputSet:
         return self.query, self.key, self.value
 
 
+def number_of_sets(shapes: Sequence[Sequence[int]], most: int = 64) -> int:
+    """The number of sets of 16-bit arrays of these shapes that overflow the L2 cache; `most` at most."""
+    size = 2 * sum(map(math.prod, shapes))
+    return 1 if size >= ROTATION_BYTES / 2 else min(most, math.ceil(ROTATION_BYTES / size))
+
+
 def input_sets(case: Case, seed: int = 0) -> list[InputSet]:
     """Sets of standard normal inputs. One round over all sets overflows the L2 cache."""
     queries = (case.batch, case.seq, case.heads, case.head_dim)
     keys = (case.batch, case.seq, case.kv_heads, case.head_dim)
     values, outs = ((*shape[:3], case.value_head_dim) for shape in (keys, queries))
-    size = 2 * sum(map(math.prod, (queries, keys, values, outs)))  # two bytes per element
-    count = 1 if size >= ROTATION_BYTES / 2 else min(64, math.ceil(ROTATION_BYTES / size))
+    count = number_of_sets((queries, keys, values, outs))
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
     sets = []
     for index in range(count):

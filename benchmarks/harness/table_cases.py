@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_kernels
-from harness.cases import ROTATION_BYTES, InputSet, as_numpy, relative_error
+from harness.cases import InputSet, as_numpy, number_of_sets, relative_error
 from harness.contenders import framework, need
 from harness.side_by_side import gpu_alone, gpu_among_others
 from harness.timing import Built, Contender
@@ -133,8 +133,7 @@ def input_sets(case: TableCase) -> list[InputSet]:
         (case.batch, case.kv_length, case.kv_heads, case.v_head_dim),
         (case.batch, case.q_length, case.heads, case.v_head_dim),
     )
-    size = 2 * sum(map(math.prod, shapes))  # two bytes per element
-    count = 1 if size >= ROTATION_BYTES / 2 else min(64, math.ceil(ROTATION_BYTES / size))
+    count = number_of_sets(shapes)
     sets = []
     for index in range(count):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), index), 4)

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -271,16 +271,13 @@ def _relative_error(got: Any, want: Any) -> float:
 
     An array whose root mean square is below _ROUNDING times the largest one is compared with this product instead.
     """
-    pairs = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in _leaves(got, want)]
+    leaves = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    pairs = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in leaves]
     pairs = [(jnp.where(jnp.isfinite(y), x, 0), jnp.where(jnp.isfinite(y), y, 0)) for x, y in pairs]
     root_mean_square = lambda x: float(jnp.sqrt(jnp.mean(jnp.square(x)))) if x.size else 0.0
     least = _ROUNDING * max((root_mean_square(y) for _, y in pairs), default=0.0)
     errors = [root_mean_square(x - y) / max(root_mean_square(y), least, 1e-30) for x, y in pairs]
     return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
-
-
-def _leaves(got: Any, want: Any) -> Iterable[tuple[jax.Array, jax.Array]]:
-    return zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
 
 
 def program_of(tunable: TunableCall, name: str, config: Any, direction: str) -> Program:

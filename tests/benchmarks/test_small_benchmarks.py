@@ -1,7 +1,9 @@
 """The scripts features, decode, accuracy, matmul_accuracy, long_sequence and versions, run without a GPU."""
 
+import dataclasses
 import importlib.util
 import json
+import math
 import sys
 import types
 
@@ -280,6 +282,20 @@ def test_failing_length_ends_no_other(tmp_path, monkeypatch, capsys):
     assert (results["rows"][1]["reason"], results["environment"]) == ("MemoryError: out of memory", {"commit": "abc"})
     assert "64: failed: MemoryError: out of memory" in capsys.readouterr().out
     assert long_sequence.main(["--lengths", "32"]) == 0
+
+
+@pytest.mark.parametrize("case", versions.TABLE, ids=lambda case: case.label)
+def test_versions_of_the_table_have_its_inputs(case, monkeypatch):
+    """The shapes, the factor of the queries, and enough sets for an L2 cache of 60 MB."""
+    of = versions.of_table(case)
+    query, key, value, dout = of.shapes()
+    assert query == (case.batch, case.q_length, case.heads, case.head_dim)
+    assert key == (case.batch, case.kv_length, case.kv_heads, case.head_dim)
+    assert (value, dout) == ((*key[:3], case.v_head_dim), (*query[:3], case.v_head_dim))
+    assert of.sets * 2 * sum(map(math.prod, of.shapes())) >= 60e6
+    small = dataclasses.replace(of, batch=1, seq=8, kv_length=8, heads=2, kv_heads=1)
+    plain = dataclasses.replace(small, query_scale=1.0)
+    np.testing.assert_array_equal(small.inputs()[0], plain.inputs()[0] * case.query_scale)
 
 
 @pytest.mark.slow

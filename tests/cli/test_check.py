@@ -137,6 +137,39 @@ def test_cases_run_together_on_one_gpu(run, monkeypatch):
     assert (code, "2 passed" in out, out.index("fp32") < out.index("one_query")) == (0, True, True)
 
 
+@pytest.mark.parametrize("words", [(), ("--full",)])
+def test_cases_run_alone_on_many_gpus_and_in_full(words, run, monkeypatch):
+    """Programs of several GPUs would wait for each other, and large cases need the memory."""
+    monkeypatch.setitem(check.SUITES, "rms_norm", dataclasses.replace(check.SUITES["rms_norm"], gpu_cases={}))
+    _on_one_gpu(monkeypatch)
+    monkeypatch.setattr(check.jax, "device_count", lambda: 1 if words else 2)
+    threads = set()
+    monkeypatch.setattr(
+        check,
+        "run_case",
+        lambda op, name, case, by: threads.add(threading.get_ident()) or check.Result(op, by, name, {}, {}),
+    )
+    assert run("check", "--op", "rms_norm", "--implementation", "xla", *words)[0] == 0
+    assert threads == {threading.get_ident()}
+
+
+def test_an_interrupted_run_starts_no_further_cases(monkeypatch):
+    started, end = [], threading.Event()
+
+    def stopped(op, name, case, by):
+        started.append(name)
+        if name == "first":
+            threading.Timer(0.3, end.set).start()
+            raise KeyboardInterrupt
+        end.wait(60)
+        return check.Result(op, by, name, {}, {})
+
+    monkeypatch.setattr(check, "run_case", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        list(check._results([("op", name, None, "xla") for name in ("first", *map(str, range(9)))], 2))
+    assert len(started) <= 3  # the two at once, and one after the first
+
+
 def test_the_report_of_a_kernel_that_gives_nan_is_json(run, monkeypatch, tmp_path):
     failed = check.Result("rms_norm", "xla", "a case", {"out": math.nan, "dx": math.inf}, {"out": 1.0, "dx": 1.0})
     monkeypatch.setattr(check, "run_case", lambda *_: failed)
