@@ -6,7 +6,7 @@ import json
 import attention_table
 import numpy as np
 import pytest
-from harness import table_cases
+from harness import cases, table_cases
 from harness.table_cases import CASES, TableCase
 
 SMALL = (
@@ -43,7 +43,7 @@ def test_pairs(case):
 
 @pytest.fixture(autouse=True)
 def one_set(monkeypatch):
-    monkeypatch.setattr(table_cases, "ROTATION_BYTES", 0)
+    monkeypatch.setattr(cases, "ROTATION_BYTES", 0)
 
 
 @pytest.mark.parametrize(("case", "mode"), [(SMALL[0], "fwd"), (SMALL[-1], "bwd")], ids=["causal", "documents"])
