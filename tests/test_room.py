@@ -39,6 +39,7 @@ def test_clear_frees_maps_of_live_functions(empty):
     torch.testing.assert_close(scale(torch.ones(5)), torch.full((5,), 3.0))
 
 
+@pytest.mark.slow
 def test_clears_before_the_limit(empty):
     own = room.Room(most_maps=empty + 50, least_room=50, most_unseen=10, most_tests=1000)
     functions, most, cleared = [], 0, 0

@@ -322,6 +322,7 @@ def test_compile(case):
     torch.testing.assert_close(compiled(module.weight.detach(), x), want)
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor():
     module = Module(lambda x: sine(CASES["query"][0](x) + CASES["dilated"][0](x)), QUERY)
     want = gradients(module, module, QUERY)

@@ -35,6 +35,7 @@ WORDS = {
     "Of ...": START + r"Of (?!\w+ing\b)",
     "How ...": START + r"How ",
 }
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 PATTERNS = {name: re.compile(pattern) for name, pattern in WORDS.items()}
 
 
@@ -48,28 +49,25 @@ def prose_of_markdown(text: str) -> str:
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
-def _docstrings(tree: ast.AST) -> Iterator[str]:
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in ast.walk(tree):
-        if isinstance(node, kinds) and (found := ast.get_docstring(node)):
+def _docstrings(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, DOCUMENTED) and (found := ast.get_docstring(node)):
             yield re.sub(r"::\n\n(?:[ ]{4}.*\n?|\n)+", "\n", found + "\n")
 
 
-def _messages(tree: ast.AST) -> Iterator[str]:
+def _messages(nodes: list[ast.AST]) -> Iterator[str]:
     """String literals of at least three words: messages and help texts, with a gap for each value of an f-string."""
-    docstrings = {
+    seen_elsewhere = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
+        for node in nodes
+        if isinstance(node, DOCUMENTED) and node.body and isinstance(node.body[0], ast.Expr)
     }
-    inside = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in ast.walk(node)}
-    for node in ast.walk(tree):
+    seen_elsewhere |= {id(value) for node in nodes if isinstance(node, ast.JoinedStr) for value in ast.walk(node)}
+    for node in nodes:
         text = ""
         if isinstance(node, ast.JoinedStr):
             text = "".join(str(x.value) if isinstance(x, ast.Constant) else "X" for x in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside | docstrings:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in seen_elsewhere:
             text = node.value
         if text.count(" ") >= 2 and "\n" not in text.strip():
             yield text
@@ -93,8 +91,8 @@ def prose_of(path: Path) -> str:
     text = path.read_text()
     if path.suffix == ".md":
         return paragraphs(prose_of_markdown(text))
-    tree = ast.parse(text)
-    parts = [*_docstrings(tree), *_messages(tree), _comments(text)]
+    nodes = list(ast.walk(ast.parse(text)))
+    parts = [*_docstrings(nodes), *_messages(nodes), _comments(text)]
     return "\n".join(paragraphs(re.sub(r"`[^`\n]*`", "", part)) for part in parts)
 
 

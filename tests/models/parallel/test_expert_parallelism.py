@@ -129,7 +129,8 @@ SLOW = sorted(MODULES.keys() - set(QUICK))
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [QUICK, SLOW], ids=["quick", "slow"])
 def test_module_on_a_mesh_equals_one_device(names):
     found = cpu_devices.results_of(__file__, names)
     for name, of_case in found.items():

@@ -362,7 +362,7 @@ def test_devices_shard_the_work(kind, names):
 @pytest.mark.parametrize(
     ("gpu", "names"),
     [
-        ("h200", ["causal", "rms_norm", "tokens", "table"]),
+        pytest.param("h200", ["causal", "rms_norm", "tokens", "table"], marks=pytest.mark.slow),
         pytest.param("h200", DILATED, marks=pytest.mark.slow),
         pytest.param("h200", OTHERS, marks=pytest.mark.slow),
         pytest.param("a100", DILATED, marks=pytest.mark.slow),

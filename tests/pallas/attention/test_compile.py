@@ -125,13 +125,11 @@ def test_causal_segments_of_odd_lengths_on_hopper():
 SEGMENT_SPILLS = {(64, 64): 0, (80, 80): 48, (96, 96): 56, (128, 128): 0, (160, 160): 16, (192, 128): 24, (192, 192): 0}
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
-@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("head_dim", "v_head_dim"),
-    [pytest.param(*sizes, marks=[] if sizes == (192, 128) else pytest.mark.slow) for sizes in SEGMENT_SPILLS],
-)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), SEGMENT_SPILLS)
 def test_segments_of_grouped_heads_on_hopper(head_dim, v_head_dim, is_causal):
     """If a step keeps its block of queries in registers, ptxas serialises the matmuls of 96, 160, 192/128 (C7512)."""
     sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim, "heads": 32, "kv_heads": 8}

@@ -38,6 +38,7 @@ def _few_cores(monkeypatch):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_few_cores")
 def test_attention():
     served = [case for case in ATTENTION_CASES if why_not(case, "triton") is None]

@@ -25,7 +25,7 @@ INTERPRETED = {
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("group", tiers.cases(INTERPRETED, {"one_core", "splits"}))
+@pytest.mark.parametrize("group", tiers.cases(INTERPRETED, {"splits"}))
 def test_interpreted(group):
     cases_interpreter.check("jax_kernels.testing.decode_attention", *INTERPRETED[group])
 
@@ -39,7 +39,7 @@ MASKED = {
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("group", tiers.cases(MASKED, {"one_core", "splits"}))
+@pytest.mark.parametrize("group", tiers.cases(MASKED, {"one_core"}))
 def test_dead_blocks_are_not_read(group):
     cases_interpreter.check("tests.support.cases.decode_masks", *MASKED[group])
 

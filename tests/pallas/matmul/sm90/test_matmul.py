@@ -55,7 +55,7 @@ def test_mlp_interpreted(cores, names):
     ("cores", "names"),
     [
         (1, ["row", "block_edges"]),
-        (3, ["tensor", "small", "large_rows"]),
+        pytest.param(3, ["tensor", "small", "large_rows"], marks=pytest.mark.slow),
         pytest.param(3, ["edges", "block"], marks=pytest.mark.slow),
     ],
 )
