@@ -65,12 +65,14 @@ def test_maps_are_counted_periodically(empty, monkeypatch):
     assert len(read) == 2
 
 
+@pytest.mark.slow
 def test_reports_when_clearing_does_not_help(monkeypatch):
     own = room.Room(most_maps=10, most_tests=1, limit=20)
     with pytest.raises(RuntimeError, match="memory maps are left without any programs, want at most 20"):
         own.after_test()
 
 
+@pytest.mark.slow
 def test_retained_memory_is_cleared_once():
     own = room.Room(most_bytes=1)
     assert own.after_test()

@@ -124,6 +124,7 @@ def test_non_finite_values_are_null(tmp_path):
     assert read == {"rows": [{"error": None, "times": [1.5, None], "calls": 3}], "ok": True}
 
 
+@pytest.mark.slow
 def test_concurrent_writers_leave_whole_files(tmp_path):
     """At any time the file has one writer's whole content."""
     path, rows = tmp_path / "x.json", [{"number": i} for i in range(200)]

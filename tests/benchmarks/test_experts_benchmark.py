@@ -27,6 +27,7 @@ def test_products_are_nine():
     assert len({(x.shape, total) for x, total in zip(arrays, sums, strict=True)}) == len(sums)
 
 
+@pytest.mark.slow
 def test_a_contender_is_few_programs():
     """The initialisation is one program. As eager operations it would be 15."""
     compiled: list[str] = []

@@ -108,13 +108,10 @@ def test_generate_takes_the_likeliest_tokens():
     np.testing.assert_array_equal(drawn, tokens[:, LENGTH:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"scan_layers": True, "remat": "products"},
-        pytest.param({"remat": True}, marks=pytest.mark.slow),
-        pytest.param({"remat": "attention"}, marks=pytest.mark.slow),
-    ],
+    [{"scan_layers": True, "remat": "products"}, {"remat": True}, {"remat": "attention"}],
 )
 def test_scan_and_remat_change_no_gradient(changes):
     def loss(transformer):

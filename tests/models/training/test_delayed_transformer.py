@@ -114,6 +114,7 @@ def test_checkpoints_keep_the_histories(tmp_path):
     other.close()
 
 
+@pytest.mark.slow
 def test_older_checkpoints_with_moments_of_histories(tmp_path):
     """An older optimizer's state had moments of the histories: they are dropped."""
     trainer, _ = trained(1, optax.adamw(1e-2), folder=tmp_path)

@@ -33,6 +33,7 @@ def steps_in(folder):
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
+@pytest.mark.slow
 def test_second_process_is_refused_while_the_first_lives(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, __file__, str(tmp_path)]

@@ -34,7 +34,7 @@ MODULE = "jax_kernels.testing.linear_cross_entropy"
     [
         (1, ["mean", "one_token", "all_ignored"]),
         (3, ["options", "float16", "8_bits_each"]),
-        (1, ["8_bits"]),
+        pytest.param(1, ["8_bits"], marks=pytest.mark.slow),
         pytest.param(3, ["8_bits_float16"], marks=pytest.mark.slow),
         pytest.param(1, ["peaked", "float16_each"], marks=pytest.mark.slow),
         pytest.param(3, ["each", "wide_weights"], marks=pytest.mark.slow),

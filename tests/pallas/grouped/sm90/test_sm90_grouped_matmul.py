@@ -30,7 +30,7 @@ from tests.tools import compile_case
 @pytest.mark.parametrize(
     ("cores", "names"),
     [
-        (1, ["small"]),
+        pytest.param(1, ["small"], marks=pytest.mark.slow),
         (3, ["overlapping"]),
         pytest.param(1, ["blocks"], marks=pytest.mark.slow),
         pytest.param(3, ["past", "all_in_one", "edges", "small"], marks=pytest.mark.slow),
@@ -64,8 +64,9 @@ def test_gated_interpreted(cores, names):
     cases_interpreter.check("jax_kernels.testing.grouped_gated_matmul", cores, cores == 1, names)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("cores", "names"), [(3, ["none"]), pytest.param(3, ["part", "all"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cores", "names"), [(3, ["none"]), (3, ["part", "all"])])
 def test_rows_of_other_devices_interpreted(cores, names):
     """They hold NaN, because no kernel writes them."""
     cases_interpreter.check("tests.support.cases.live_experts", cores, False, names)
