@@ -97,11 +97,16 @@ def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
     except Exception as error:
         folder = Path(checkpoints.directory)
         if jax.process_index() == 0:
-            for path in folder.glob(f"{'*' if step is None else step}.orbax-checkpoint-tmp"):
-                shutil.rmtree(path, ignore_errors=True)
+            remove_unfinished(folder, step)
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         text = f"folder: {which} in {folder} cannot be written ({reason(error)}); {newest(checkpoints)}"
         raise NotWritten(text) from error
+
+
+def remove_unfinished(folder: Path, step: int | None = None) -> None:
+    """Removes the partly written files of a checkpoint; None for all steps. Call it only with the folder's lock."""
+    for path in folder.glob(f"{'*' if step is None else step}.orbax-checkpoint-tmp"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def newest(checkpoints: Any) -> str:

@@ -42,6 +42,11 @@ class FolderLock:
         self.is_held = False
         self._lock: Any = None
 
+    @property
+    def excludes_others(self) -> bool:
+        """Whether this process has the operating system's lock: process 0, unless the file system has no locks."""
+        return self._lock is not None
+
     def take(self) -> None:
         """Takes the lock without waiting. Does nothing if this object has the lock. Makes the folder if it is missing.
 

@@ -56,6 +56,8 @@ class TrainerCheckpoints:
             raise ValueError("folder: got None, want a folder for checkpoints")
         if not self._lock.is_held:
             self._lock.take()
+            if self._lock.excludes_others:  # a run that was killed while it saved left files
+                checkpoints.remove_unfinished(self._lock.folder)
             self._checkpoints.reload()  # finds steps that another run wrote since the folder was read
 
     def _claim(self, *, and_this: bool) -> None:

@@ -113,7 +113,9 @@ def test_first_process_locks_for_all(tmp_path, monkeypatch, process):
         FolderLock(tmp_path).take()
 
 
-def test_file_system_without_locks_warns(tmp_path, monkeypatch):
+@pytest.fixture
+def no_locks(monkeypatch):
+    """The file system has no locks."""
     import errno
 
     import filelock
@@ -122,8 +124,36 @@ def test_file_system_without_locks_warns(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_file_system_without_locks_warns(tmp_path):
     with pytest.warns(UserWarning, match="is on a file system without locks .+ a second run could write"):
         FolderLock(tmp_path).take()
+
+
+@pytest.fixture
+def unfinished(tmp_path):
+    """The files that a killed run left: it was saving step 7."""
+    folder = tmp_path / "7.orbax-checkpoint-tmp"
+    (folder / "state").mkdir(parents=True)
+    return folder
+
+
+def test_files_of_a_killed_save_are_removed_with_the_lock(tmp_path, unfinished):
+    one = trainer(tmp_path)
+    assert unfinished.exists()  # another run may be writing them
+    one.lock_folder()
+    assert not unfinished.exists()
+    one.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*without locks")
+@pytest.mark.usefixtures("no_locks")
+def test_files_stay_without_locks(tmp_path, unfinished):
+    one = trainer(tmp_path)
+    one.lock_folder()
+    assert unfinished.exists()
 
 
 @pytest.fixture
