@@ -105,7 +105,7 @@ def benchmark_implementations(
 
 
 def _names(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The op's implementations: all names of the call's plan. Raises the op's errors, but not that none serves."""
+    """The op's implementations: all names of the call's plan. Raises the op's errors, but for an unserved call."""
     try:
         plan = explain(op, *args, **kwargs)
     except NotImplementedError:

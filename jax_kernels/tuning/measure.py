@@ -40,8 +40,8 @@ class NothingToTuneError(Exception):
 class Settings:
     """timer: reads the times. seconds: of a reading's queue of calls. gradients: whether gradients are timed too.
 
-    prunes: whether candidates that cannot be the fastest are left out. step(text): is called for each other candidate,
-    before it is timed.
+    prunes: whether candidates that cannot be the fastest are left out. step(text): called before each candidate is
+    timed.
     """
 
     timer: Timer
@@ -218,9 +218,9 @@ class Measurement:
     def _timed(self, programs: Mapping[str, Program], *others: _Candidate) -> dict[str, _Candidate]:
         """The candidates of programs with their first readings, by text, in their order.
 
-        One that does not run, or whose results are wrong, is left out, and `failed` has the reason. One that is much
-        slower than another one, or than one of `others`, of the same direction, has a single reading. No program is
-        compiled while another one is timed.
+        A candidate that does not run, or whose results are wrong, is left out, and `failed` has the reason. A candidate
+        whose first call is far slower than the fastest reading, `others` included, gets a single reading. No program is
+        compiled while a candidate is timed.
         """
         found: dict[str, _Candidate] = {}
         for batch in itertools.batched(programs.items(), compiling.WORKERS):

@@ -224,9 +224,9 @@ def tune(
     gradients: also times the backward of attention, norms, grouped matmuls and linear_cross_entropy, and chooses by the
       sum. Set it to False if the calls only serve inference. Matmuls of the backward of a matmul are calls of their
       own: they are tuned if the block differentiates.
-    seconds: the duration of one reading; a candidate has three readings or more.
-    prune: leaves out candidates that cannot be the fastest: whose predicted time is more than 1.5 times the smallest
-      predicted one, by their work tiles and the rates of the device. Set it to False to time all.
+    seconds: the duration of one reading. A candidate has three readings or more, and a much slower candidate has one.
+    prune: leaves out candidates whose predicted time is more than 1.5 times the smallest predicted time. Predictions
+      follow from work tiles and the rates of the device. Set it to False to time all candidates.
     progress: receives the steps, such as a progress bar.
 
     Yields a list, to which a TunedCall is appended for each bucket.
@@ -237,7 +237,7 @@ def tune(
     """
     timers.check_seconds(seconds)
     if jax.process_count() > 1:
-        raise RuntimeError("tune: got one of several processes of a program, want a program of one process")
+        raise RuntimeError(f"tune: got a program of {jax.process_count()} processes, want one process")
     require("filelock", "tune", "cli")  # before any time is spent
     if cache.folder() is None:
         raise ModuleNotFoundError(
