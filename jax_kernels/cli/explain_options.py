@@ -257,7 +257,7 @@ OPTIONS: dict[str, Option] = {
     # products
     "activation": _ACTIVATION,
     "transpose_w": Option(help="the weights are [N, K]", type=bool),
-    "scaling": Option(help="tensor, row or block: which numbers of 8 bits share a scale"),
+    "scaling": Option(help="tensor, row or block: which 8-bit values share a scale"),
     "residual": _RESIDUAL,
     "out_dtype": Option(help="the result's dtype"),
     "x_scale": Option(help="x's scale", type=float),

@@ -38,7 +38,9 @@ def profile(
     if not script.is_file():
         raise UserError(f"script: got {str(script)!r}, want a Python script")
     if device is not None and (measure or check):
-        raise UserError(f"--device: got {device!r} with --measure or --check, want one of them: times are of here")
+        raise UserError(
+            f"--device: got {device!r} with --measure or --check, want one of them: times are measured on this machine"
+        )
     info = find_device(device)
     with _printing_to_stderr() if as_json else contextlib.nullcontext():
         traced = _traced_run(script, arguments or [])

@@ -34,7 +34,7 @@ def timed(rows: Sequence[Row]) -> list[Row]:
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """A line for each implementation and reason against it, with the calls that it concerns if it is not all."""
+    """A line for each implementation and reason why it was not timed; it lists the calls unless they are all calls."""
     calls: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.reason is not None:

@@ -28,7 +28,7 @@ type Peer = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pending:
-    """A tensor or tensors of PyTorch that may not be computed yet, as timers wait for JAX's arrays."""
+    """Tensors of PyTorch that may not be computed yet. Timers wait for them by the same method as for JAX's arrays."""
 
     results: Any
 

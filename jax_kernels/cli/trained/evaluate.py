@@ -28,7 +28,9 @@ def evaluate(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Windows in a call.", show_default="the training's")
     ] = None,
-    max_bytes: Annotated[int | None, typer.Option(min=2, help="Reads no more of the text.", show_default="all")] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=2, help="Read at most this many bytes of the text.", show_default="all")
+    ] = None,
     implementation: Annotated[str | None, typer.Option(help="For attention.", show_default="the fastest")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
