@@ -112,7 +112,7 @@ class AttentionGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadView:
-    """The heads of a call in an array that has more heads, or several of the call's heads in one.
+    """The map from a call's heads to an array's heads: the array may have more heads, or hold several heads in one.
 
     Head h of the call is in array head of_array(h) = first + h // part + h // run * skip.
 

@@ -127,12 +127,11 @@ class LossOptions:
     lse(z) - (1 - label_smoothing) * z[target] - label_smoothing * mean(z) + z_loss * lse(z)**2.
 
     precision: "fp8" if x and rows are rounded to e4m3 for the logits, each token and each entry with its own scale;
-    otherwise None. Derivatives are of x @ rows.T. is_differentiable: whether JAX's derivatives of the logits are these;
-    it costs another matmul.
-    transpose_w: whether the caller's w is [V, D], as LossInputs.rows, and not [D, V]. chunk: the vocabulary entries
-    whose logits are in memory at once, or where a loop is over tiles of tokens as many logits; None for a size that
-    depends on the number of tokens, logits_bytes and least_chunk. logits_bytes: the bytes of float32 logits in memory
-    at once. least_chunk: the fewest vocabulary entries of a chunk.
+    otherwise None. Derivatives are of x @ rows.T. is_differentiable: whether JAX's own derivatives of the logits are
+    these derivatives, which costs another matmul. transpose_w: whether the caller's w is [V, D] like LossInputs.rows,
+    not [D, V]. chunk: the number of vocabulary entries for which each token's logits are in memory at once, on average
+    in a loop over tiles of tokens; None for a number that follows from the tokens, logits_bytes and least_chunk.
+    logits_bytes: the bytes of float32 logits in memory at once. least_chunk: the fewest vocabulary entries of a chunk.
     layout: the sharding of the logits.
     """
 

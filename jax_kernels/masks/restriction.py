@@ -21,8 +21,8 @@ class Piece:
     """Some queries and keys of a sequence: query i is at position q_first + stride * i, key j at k_first + stride * j.
 
     at: the offset of query 0 among the keys, in steps of stride: q_first - k_first is stride * at + shift. lengths:
-    (queries, keys) of the piece. units: if stride is 1 and the sizes (of queries, of keys) of the blocks divide these,
-    q_first and k_first are multiples of these.
+    (queries, keys) of the piece. units: (of queries, of keys). If stride is 1 and the blocks' sizes divide units,
+    q_first and k_first are multiples of units.
     """
 
     stride: int

@@ -123,7 +123,7 @@ class TunableCall:
 class Tuner(Protocol):
     """The object that jax_kernels.tune, or jax_kernels.analyze, puts into `tuned_by`.
 
-    lists_composed: whether a call that is made of other calls counts, instead of these.
+    lists_composed: whether a composed call is recorded, and not the calls that it is made of.
     """
 
     lists_composed: bool
@@ -335,7 +335,7 @@ def plain(function: Callable[..., Any], compiles: Callable[[Any], bool] = lambda
 
     function: takes (inputs, options, *arrays, config=, interpret=), with hashable options. compiles(options): whether
     the options may be part of a program. A function that the caller makes anew for each call would be compiled in each.
-    Programs of jit are as without the wrapper.
+    Under jit the wrapper has no effect.
     """
     compiled = jax.jit(function, static_argnums=1, static_argnames=("config", "interpret"), inline=True)
 

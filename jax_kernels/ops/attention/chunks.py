@@ -42,7 +42,7 @@ def _need_of(
 ) -> Need:
     """The Need of a forward, or of a backward, by the implementation `name`.
 
-    query: the shape [B, T, H, D]. key: the shape [B, S, Hkv, D]. mask_bytes: of a mask array.
+    query: the shape [B, T, H, D]. key: the shape [B, S, Hkv, D]. mask_bytes: the bytes of the mask array.
     """
     (batch, rows, heads, head_dim), (_, columns, kv_heads, _) = query, key
     of_query = batch * rows * heads * (head_dim + v_head_dim) * itemsize
@@ -139,7 +139,7 @@ def _cut(x: Any, axes: Sequence[str | None], piece: _Piece) -> Any:
 
 
 def _part(call: Any, inputs: AttentionInputs, piece: _Piece) -> tuple[Any, AttentionInputs]:
-    """(call, inputs) of a piece. The position of its first query is later by its first row."""
+    """(call, inputs) of a piece. q_offset becomes the position of the piece's first query."""
     part = inputs._replace(**{name: _cut(getattr(inputs, name), axes, piece) for name, axes in _AXES.items()})
     if piece.rows.start == 0:
         return call, part

@@ -166,14 +166,15 @@ def compile_attention(
     Args:
       pattern: the name of a preset ("causal", "sliding_window", "longformer", "bigbird", ...: see masks.preset), or a
         masks.Mask. A pattern from an array is passed as a Mask: "block_sparse" as masks.block_sparse(...).
-      seq_len, kv_len: the number of queries and of keys, from 0 on. kv_len: None is seq_len.
+      seq_len, kv_len: the number of queries and of keys, 0 or more. kv_len: None is seq_len.
       head_dim: of query, key and value, up to 256.
       batch: for plan, lists of blocks and measured_speedup. A call may have another batch; it computes lists of its own
         if its batch is not a multiple, or the mask differs between batch entries. 0 counts as 1.
       num_heads, num_kv_heads: the number of query heads, and of key and value heads, a divisor. None is num_heads.
       dtype: bfloat16, float16 or float32.
       implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the device's first that supports the call.
-      options: of the preset, without arrays; q_length and kv_length, if the preset has them, are seq_len and kv_len.
+      options: the preset's options, except arrays; q_length and kv_length, if the preset has them, are seq_len and
+        kv_len.
 
     The last 64 objects are kept; compile_attention.cache_info() and cache_clear() are the methods of
     functools.lru_cache. A Mask with arrays is the same only if its arrays are the same objects.

@@ -122,13 +122,13 @@ def _supports_mosaic(request: DecodeRequest) -> str | None:
     if request.dtype == "float32":
         return "its wgmma instructions take bfloat16 and float16, not float32"
     if request.head_dim % 64 or request.v_head_dim % 64:
-        return "its head_dims are multiples of 64: it would have to copy the cache to pad it"
+        return "it needs head_dims in multiples of 64, and does not copy the cache to pad it"
     if request.has_bias:
         return "it takes no bias"
     if request.mask_rows > 1:
         return "it takes a mask with one row for all heads and queries of a sequence"
     if request.kv_length % 8:
-        return "its cache has a length that is a multiple of 8: it would have to copy the cache to pad it"
+        return "it needs a cache length that is a multiple of 8, and does not copy the cache to pad it"
     return unsupported.no_mosaic(request)
 
 

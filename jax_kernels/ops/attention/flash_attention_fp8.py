@@ -136,8 +136,8 @@ def flash_attention_fp8(
       key: [B, S, Hkv, D], float8_e4m3fn, Hkv dividing H.
       value: [B, S, Hkv, Dv], float8_e4m3fn, Dv up to 256.
       q_scale: [B, H] float32, or a number: the factor of query. Positive; None is 1.
-      k_scale, v_scale: [B, Hkv] float32, or a number: the factors of key and value. A scale in an array that is not
-        positive makes its head's out NaN.
+      k_scale, v_scale: [B, Hkv] float32, or a number: the factors of key and value. In an array, a scale that is not
+        positive makes out NaN for its head.
       is_causal: query i, at position q_offset + i, attends to the keys up to that position.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       q_offset: an int, or int32 [B] or scalar: the position of query 0.

@@ -82,8 +82,8 @@ def _fields(inputs: AttentionInputs) -> dict[str, ArrayAxes]:
 def _lengths(inputs: AttentionInputs, options: AttentionOptions) -> dict[str, int]:
     """The lengths of batch and heads, by name; 1 for an axis that must not be sharded.
 
-    It must not be if a score_mod reads the index of the batch entry or of the head, or a mask that is not shardable
-    differs between them; nor the heads, if the call takes only some heads of its arrays.
+    An axis must not be sharded if a score_mod reads its index, or if a mask that is not shardable differs along the
+    axis. The heads must not be sharded either if the call takes only some heads of its arrays.
     """
     kv_heads = inputs.key.shape[2]
     found = {BATCH: inputs.query.shape[0], HEADS: inputs.query.shape[2] if kv_heads == 1 else kv_heads}

@@ -38,7 +38,7 @@ class LossArrays(NamedTuple):
 def _one_program(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function(call, *arrays): an eager call of "xla" runs as one program, not as a program for each operation.
 
-    Programs of jit are as without the wrapper.
+    Under jit the wrapper has no effect.
     """
     compiled = jax.jit(function, static_argnums=0, inline=True)
     return lambda call, *arrays: (compiled if call.implementation == "xla" else function)(call, *arrays)

@@ -60,9 +60,9 @@ def linear_cross_entropy(
         tokens that count. The mean of no token is 0.
       transpose_w: whether w is [V, D].
       softcap: caps the logits smoothly to (-softcap, softcap); None for no cap.
-      label_smoothing: from 0 to 1, the share of the target's probability that all ids have in equal parts.
+      label_smoothing: from 0 to 1, the part of the target's probability that is spread equally over all ids.
       z_loss: the factor of lse**2, which keeps the logits from drifting.
-      ignore_index: the id of further targets that do not count. It may be V or more.
+      ignore_index: tokens with this target do not count either. It may be V or more.
       precision: None, or "fp8": x and w are rounded to e4m3 for the matmul of the logits, with a scale for each token
         and for each entry of the vocabulary, as quantize(x, scaling="row") rounds. The logits have the derivatives of
         x @ w, without rounding, and the gradients' matmuls have x's dtype. Second derivatives of a loop over such a

@@ -15,7 +15,7 @@ def check_targets(targets: Any, vocabulary: int) -> None:
         most = np.asarray(targets).max()
         if most >= vocabulary:
             raise ValueError(
-                f"targets: got ids up to {most}, want 0 to {vocabulary - 1}, or below 0 where no target counts"
+                f"targets: got ids up to {most}, want 0 to {vocabulary - 1}, or below 0 for tokens that do not count"
             )
 
 

@@ -95,7 +95,9 @@ def check(
         raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
     known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name != "cudnn")
     if isinstance(implementation, str) and implementation == "cudnn":
-        reason = f"it serves no branch: a branch's log-sum-exp has a gradient; want one of {known}"
+        reason = (
+            f"it serves no branch, since the merge needs the gradient of a branch's log-sum-exp; want one of {known}"
+        )
         raise NotImplementedError(f"implementation='cudnn' cannot serve this dilated_attention: {reason}")
     if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: got {implementation!r} for dilated_attention, want one of {known}")

@@ -109,7 +109,7 @@ def need_of(
 
 
 def count_of(need: Need, arrays: Sequence[Any]) -> int:
-    """The number of chunks of a call. arrays: the first one tells the device."""
+    """The number of chunks of a call. The device is read from the first array."""
     is_of_all_devices = is_partitioned() and isinstance(arrays[0], jax.core.Tracer)
     return chunks.count_of(need, dispatch.target_device(arrays[0]), is_of_all_devices)
 

@@ -128,8 +128,8 @@ def dilated_attention(
     different tokens, the program has kernels for each of these shards, and a device runs the kernels of its shard.
     "xla" gathers heads.
 
-    It takes memory for one attention over the tokens that the branches take: no mask and no T x T array. The backward
-    keeps query, key, value, out and lse.
+    The op needs memory for one attention over the tokens of the branches, without a mask or a T x T array. The forward
+    keeps query, key, value, out and lse for the backward.
 
     "mosaic_gpu" (Hopper) can read a branch in place if
 
@@ -149,7 +149,7 @@ def dilated_attention(
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T.
-      key: [B, T, Hkv, D] in query's dtype; Hkv divides H. A query head's tokens count for its key head too.
+      key: [B, T, Hkv, D] in query's dtype; Hkv divides H. A query head's branch takes the same tokens of its key head.
       value: [B, T, Hkv, Dv] in query's dtype; Dv up to 256.
       segment_lengths: of each branch, at least 1. A length may exceed T, and need not divide T.
       dilation_rates: of each branch, from 1 to its segment length.

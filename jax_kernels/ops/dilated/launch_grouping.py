@@ -1,9 +1,9 @@
 """Decides which pieces of a differentiated dilated attention are read in place and which are gathered for one launch.
 
 A view saves the copy of a piece. But in the backward each view has a launch of its own, because each launch adds to the
-dquery of the launch before it. A launch has a start-up time, and at its end few tiles are left. Small pieces are
-therefore gathered into one launch if that is estimated to take less time. In the forward, pieces that are read in place
-run in one launch.
+dquery of the launch before it. A launch takes time to start, and leaves SMs idle during its last tiles. Small pieces
+are therefore gathered into one launch if that is estimated to take less time. In the forward, pieces that are read in
+place run in one launch.
 """
 
 import dataclasses

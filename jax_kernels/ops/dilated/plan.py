@@ -97,7 +97,7 @@ def plan_of_call(op: str, **arguments: Any) -> DilatedPlan:
 
 
 def _why_chunks(checked: Checked, most: dispatch.Plan, launches: Sequence[BranchCall]) -> str | None:
-    """The chunks of a call without gradients, in words, or else of its attention with most work; None without chunks.
+    """The chunks of a call without gradients, in words; if it has none, the chunks of its largest attention, or None.
 
     most: the plan of this attention. launches: the call's attentions.
     """

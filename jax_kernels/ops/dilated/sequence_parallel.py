@@ -132,7 +132,7 @@ def sequence_parallel_dilated_attention(
 
     segment_ids travel with the keys. In the backward, keys travel again, with their float32 gradients. A device holds
     the keys and gradients of two devices at a time. So, except for ids and tables, memory is linear in its own tokens.
-    The backward keeps a device's query, key, value, segment_ids, out and lse.
+    The forward keeps a device's query, key, value, segment_ids, out and lse for the backward.
 
     With order="hilbert", the devices of a longer segment may have different numbers of tokens that take part. Each
     device then sends as many rows as the largest number, rounded up to a multiple of 8.

@@ -103,9 +103,9 @@ def token_rows(
 
 
 def _of_first_rows(inverse: jax.Array, count: jax.Array | None, rows: int) -> jax.Array:
-    """inverse, with an index past the last of `rows` rows for pairs whose row comes after the first `count` rows.
+    """inverse, with the index `rows`, which is past the end, for pairs whose row is not among the first `count` rows.
 
-    All these pairs then read one row, or none, where their own rows would be read in vain. count: None for all rows.
+    So no pair reads a row that has no effect. count: None for all rows.
     """
     return inverse if count is None else jnp.where(inverse < count, inverse, rows)
 

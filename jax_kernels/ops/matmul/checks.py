@@ -213,7 +213,7 @@ def _rounded(x: Any, w: Any, precision: str | None) -> tuple[Any, Any, str | Non
 def _checked_operands(x: Any, w: Any, transpose_w: bool, *, keeps_x: bool) -> tuple[Any, Any]:
     """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError.
 
-    keeps_x: whether w of 8 bits may come with an x of 16 or 32 bits, as w does that has a scale.
+    keeps_x: whether a w of 8 bits may come with an x of 16 or 32 bits: True if w has a scale.
     """
     x, w = checks.checked_array("x", x, DTYPES), checks.checked_array("w", w, DTYPES)
     if x.dtype not in DTYPES:
@@ -286,7 +286,7 @@ def bias_in(bias: Any, dtype: Any, name: str = "bias", *, given: Any = None) -> 
 
 
 def checked_residual(residual: Any, out_dtype: Any, shape: tuple[int, ...]) -> Any:
-    """The residual of this shape, in out_dtype, as a jax.Array. Raises TypeError or ValueError if it has others."""
+    """The residual as a jax.Array. Raises TypeError or ValueError unless it has this out_dtype and shape."""
     residual = checks.checked_array("residual", residual)
     if residual.dtype != out_dtype:
         raise TypeError(f"residual: got dtype {residual.dtype}, want out_dtype {out_dtype}")

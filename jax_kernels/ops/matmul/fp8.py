@@ -1,8 +1,8 @@
 """8-bit matmuls: the quantisation of their operands, in the forward and in the backward.
 
 The forward's operands are e4m3. The backward's operands are the cotangent in e5m2, which has more range, and x and w in
-e4m3. The tensor cores take 8-bit operands only with the summed axis last. So w is transposed during quantisation, and
-for dw so are the two operands.
+e4m3. The tensor cores take 8-bit operands only with the summed axis last. So w is transposed during quantisation; for
+dw, x and the cotangent are.
 """
 
 import dataclasses

@@ -233,8 +233,8 @@ def can_measure(call: PlannedCall, inputs: MatmulInputs) -> bool:
 def of_rows(x: jax.Array, scale: Any, scaling: Any, format: str) -> QuantizedArray:
     """x [..., N] quantised, for a sum over N. With scaling="block", 128 rows x 128 columns share a scale.
 
-    The rows are counted through all outer axes. 128 consecutive rows must be a range along each of these axes, which
-    `run` sees to. format: "e4m3" or "e5m2". scale: the scale of x; None computes it.
+    The rows are counted through all outer axes. 128 consecutive rows must be a range along each of these axes; `run` of
+    fp8.py merges axes until they are. format: "e4m3" or "e5m2". scale: the scale of x; None computes it.
     """
     if scaling != "block":
         return quantize(x, format, scaling=scaling, scale=scale)

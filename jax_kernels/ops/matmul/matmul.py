@@ -51,7 +51,7 @@ def matmul(
     With precision="fp8" it is an 8-bit matmul: x and w are rounded to e4m3 and, for gradients, the cotangent to e5m2,
     each with float32 scales. 8-bit arrays are multiplied by their scales without further rounding. With a
     QuantizedArray of e4m3 or e5m2 as w, or 8-bit values with a w_scale, x of 16 or 32 bits is rounded in each call, as
-    with precision="fp8", and w never again, but for the gradient of x with scales of rows. Such weights have no
+    with precision="fp8". w is not rounded again, except with scaling="row" for the gradient of x. Such weights have no
     gradients, and asking for them raises.
 
     w may also be low-bit weights, such as quantize(w, "int4"), with x of 16 or 32 bits, which is not rounded. The

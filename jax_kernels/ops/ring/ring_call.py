@@ -62,9 +62,9 @@ class RingCall:
     def sendable(self, arrays: RingArrays, *, in_backward: bool = False) -> Visitors:
         """The Visitors that this device sends: its keys, values and ids.
 
-        They are without the tokens that no device needs, unless the layout sends all keys and values. in_backward:
-        never with these tokens, because float32 gradients of the sent keys travel too. By XLA, whose sends are not a
-        group, keys and values are one array.
+        Tokens that no other device needs are left out, unless the layout sends all keys and values. in_backward: leave
+        them out in any case, because float32 gradients of the sent keys travel too. If the steps run by XLA, whose
+        sends are not a group, keys and values are one array.
         """
         some = lambda x: x if x is None or self.layout.shared == x.shape[1] else x[:, : self.layout.shared]
         ids = None if arrays.all_ids is not None else some(arrays.segment_ids)

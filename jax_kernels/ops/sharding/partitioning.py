@@ -27,7 +27,8 @@ from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["ArrayAxes", "Axis", "ByIndex", "Shares", "is_partitioned", "on_one_device", "partitioned"]
 
-# The custom calls of kernels. jax.export refuses them by default, since their text may change with JAX. It is not kept.
+# The custom calls of kernels. jax.export refuses them by default, since their text may change with JAX. Programs that
+# are exported here are used in this process only.
 KERNEL_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "mosaic_gpu_v2")
 
 _INSIDE_PARTITIONED = contextvars.ContextVar("inside_partitioned", default=False)

@@ -133,7 +133,9 @@ def test_large_logits_and_targets_out_of_range():
     losses = jax.jit(lambda targets: linear_cross_entropy(x, w, targets, chunk=8))(beyond)
     assert np.isnan(losses[1, 1])
     assert np.isnan(losses).sum() == 1
-    with pytest.raises(ValueError, match="targets: got ids up to 37, want 0 to 36, or below 0 where no target counts"):
+    with pytest.raises(
+        ValueError, match="targets: got ids up to 37, want 0 to 36, or below 0 for tokens that do not count"
+    ):
         linear_cross_entropy(x, w, beyond)
 
 

@@ -101,7 +101,9 @@ def test_padding_of_minus_one_is_ignored(model, is_packed):
 
 
 def test_bad_targets_and_embeddings_are_named(model):
-    with pytest.raises(ValueError, match="targets: got ids up to 50, want 0 to 49, or below 0 where no target counts"):
+    with pytest.raises(
+        ValueError, match="targets: got ids up to 50, want 0 to 49, or below 0 for tokens that do not count"
+    ):
         model.losses(GOOD, with_id(50))
     with pytest.raises(TypeError, match="targets: got dtype float64, want integers"):
         model.losses(GOOD, GOOD * 1.0)

@@ -155,7 +155,9 @@ def test_a_traced_target_outside_the_vocabulary(reduction):
     loss = jax.jit(lambda x, targets: linear_cross_entropy(x, W, targets, reduction=reduction))
     assert np.isnan(loss(X, beyond)).sum() == 1
     assert np.isfinite(jax.grad(lambda x: jnp.nansum(loss(x, beyond)))(X)).all()
-    with pytest.raises(ValueError, match="targets: got ids up to 37, want 0 to 36, or below 0 where no target counts"):
+    with pytest.raises(
+        ValueError, match="targets: got ids up to 37, want 0 to 36, or below 0 for tokens that do not count"
+    ):
         linear_cross_entropy(X, W, beyond)
 
 

@@ -81,8 +81,10 @@ class AttentionRequest(Request):
 
     @property
     def dquery_bias_bits(self) -> int:
-        """The bits of a bias that the dquery kernel of a deterministic backward has in shared memory for each query and
-        key; 1 for a bias or a mask array with one row for all queries, which takes a value per key; 0 without both.
+        """The bits of a bias for each query and key that a deterministic backward's dquery kernel has in shared memory.
+
+        1 for a bias or a mask array with one row for all queries: shared memory then has a value for each key. 0 for
+        neither.
         """
         return self.bias_tile_bits or int(self.dense_bits == 16)
 

@@ -113,7 +113,7 @@ def _of_rows(rows: np.ndarray, first: np.ndarray | int, is_causal: bool) -> np.n
 
 
 def _filled(room: np.ndarray, missing: np.ndarray, total: int) -> np.ndarray:
-    """int [n]: total = sum, at most `room` each, as proportional to `missing` as the room allows."""
+    """int [n] with the sum `total`: as proportional to `missing` as is possible with at most `room` in each entry."""
     weights = np.where(room > 0, np.maximum(missing, 1e-9), 0)
     low, high = 0.0, float(total + 1) / max(weights[weights > 0].min(initial=np.inf), 1e-9) if total else 0.0
     for _ in range(100):

@@ -94,10 +94,10 @@ def _against_halo(layout: Layout, arrays: RingArrays) -> str | None:
 
 
 def _against_heads(layout: Layout, arrays: RingArrays) -> str | None:
-    """The argument that keeps "auto" from an exchange of heads; None if it may take one.
+    """The argument that keeps "auto" from an exchange of heads; None if "auto" may exchange heads.
 
-    It does not with a mask that cannot be restricted to some heads, or that is known only pair by pair: a ring then
-    evaluates fewer pairs.
+    A mask does if it cannot be restricted to some heads. So does a mask that is evaluated pair by pair: a ring
+    evaluates fewer of its pairs.
     """
     for name in ("query", "key"):
         if getattr(arrays, name).shape[2] % layout.devices:

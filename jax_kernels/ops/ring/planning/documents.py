@@ -72,7 +72,8 @@ class DocumentLayout:
           segment_ids: integers [B, S] or [S], known outside of jit, in sequence order; an id below 0 marks padding. S
             is a multiple of `devices`.
           devices: the number of devices along the mesh axis of the sequence, 1 or more.
-          is_causal: whether the attention is causal. The layout is right for both, but balanced for one.
+          is_causal: whether the attention is causal. Results are right for both, but the work is balanced only for this
+            value.
           heads, head_dim: the query heads of a device and their size, for the time of attention.
 
         Raises:
@@ -102,7 +103,7 @@ class DocumentLayout:
 
     @property
     def ring_ids(self) -> np.ndarray:
-        """int32 [B, S]: segment_ids in the order of the devices. As whole array on each device, they are not sent."""
+        """int32 [B, S]: segment_ids in the order of the devices, for each device as a whole. Then no ids are sent."""
         return np.take_along_axis(self.segment_ids, self.order, 1)
 
     def __str__(self) -> str:
