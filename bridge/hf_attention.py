@@ -48,7 +48,8 @@ def attention(
 
     Args:
       module: the layer.
-      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]. A batch of size 1 serves for the others' B.
+      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]. A tensor with batch size 1 is expanded to the
+        other tensors' B.
       attention_mask: broadcastable to [B, H, T, S], bool (True = attend) or added to the scores. For several queries of
         a causal layer, None is a causal mask, aligned top-left. Otherwise None is no mask, as for every layer of a
         model that declares no support of PyTorch's attention (`_supports_sdpa`): its is_causal may be wrong.

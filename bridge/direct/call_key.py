@@ -39,7 +39,7 @@ def describe[Function: JaxFunction](function: Function, name: str, *options: Has
 def key_of(
     function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct | None], target: str, info: DeviceInfo
 ) -> str | None:
-    """The key of a call; None for a function that `describe` does not know, and while plans are watched or tuned.
+    """The key of a call; None for a function that was not given to `describe`, and while plans are recorded or tuned.
 
     specs: the shape and dtype of each argument, None for an absent one. target: the text of compile.Target. info: of
     the GPU.

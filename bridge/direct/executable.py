@@ -1,4 +1,4 @@
-"""Reads the launch chain of a JAX executable. This file and compile.py contain all private parts of JAX and XLA in use.
+"""Reads the launch chain of a JAX executable. The formats are private to XLA, as in compile.py and records.py.
 
 A serialized executable is a header and an ExecutableAndOptionsProto, whose first field is a GpuExecutableProto. Both
 protos are split into records (xla/util/split_proto). The GpuExecutableProto has the program's thunks, in the order in

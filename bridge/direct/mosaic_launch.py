@@ -1,4 +1,4 @@
-"""Finds out how a compiled Mosaic kernel is launched, so that a later launch needs neither Mosaic nor its compiler.
+"""Reads the launch of a compiled Mosaic kernel, so that a later launch needs neither Mosaic nor its compiler.
 
 XLA's executable has a Mosaic kernel as a cubin and as a host function in a relocatable ELF file. The host function
 fills tensor maps, and launches the kernel or describes the launch. It is called here with invented addresses, and with

@@ -1,7 +1,8 @@
 """PyTorch's private symbols that make calls faster, each with a fallback for versions that lack the symbol.
 
-Other private symbols of the bridge: JAX's in dlpack.py and memory.py, XLA's formats in direct/executable.py and
-direct/compile.py.
+Other private symbols and formats of the bridge: JAX's in dlpack.py, fork.py and memory.py, jax_functions/flops.py and
+ops/sequence_parallel/process_mesh.py; XLA's and Mosaic's in executable.py, records.py, compile.py, mosaic_launch.py and
+loaded_kernels.py of `direct`.
 """
 
 import contextlib

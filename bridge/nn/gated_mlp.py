@@ -20,8 +20,8 @@ __all__ = ["GatedMLP"]
 class GatedMLP(torch.nn.Module):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), with bridge.mlp, or bridge.gated_matmul and bridge.linear.
 
-    bridge.mlp supports precision None, "fp32" and "tf32". bridge.quantize_weights may give the projections low-bit
-    weights; bridge.gated_matmul and bridge.linear run then. A projection with hooks or a bias, or another module in its
+    bridge.mlp supports precision None, "fp32" and "tf32". With low-bit weights, as from bridge.quantize_weights, the
+    module calls bridge.gated_matmul and bridge.linear. A projection with hooks or a bias, or another module in its
     attribute, such as a LoRA layer, is called by itself.
 
     Parameters: gate_proj.weight, up_proj.weight [hidden_features, in_features] and down_proj.weight [in_features,

@@ -80,8 +80,9 @@ def has_global_hooks() -> bool:
 def computes_its_weight(layer: Any, *classes: type[torch.nn.Module]) -> bool:
     """Whether a call of a linear layer is only a matmul with layer.weight, so that the call may be left out.
 
-    False with a bias, an activation or hooks (of pruning, FSDP, ..., or of all modules), and for a forward of another
-    class than these (of a LoRA layer, ...). Subclasses with one of the forwards count, as a parametrized layer's.
+    classes: the classes whose forward is such a matmul; a subclass counts if it inherits this forward, as a
+    parametrized layer does. False with a bias, an activation or hooks (of pruning, FSDP, ..., or of all modules), and
+    for another forward, such as a LoRA layer's.
     """
     if getattr(type(layer), "forward", None) not in [kind.forward for kind in classes]:
         return False

@@ -50,7 +50,7 @@ def _checked_backend(backend: str | None) -> str | None:
 
 @contextlib.contextmanager
 def _by_own_name() -> Iterator[None]:
-    """A context manager: errors inside it that name the argument `implementation` name `attention_backend` instead."""
+    """A context manager that replaces `implementation` by `attention_backend` in the errors raised inside it."""
     try:
         yield
     except (NotImplementedError, ValueError) as error:
@@ -87,9 +87,9 @@ class MultiheadDilatedAttention(torch.nn.Module):
       bias: whether the projections have a bias.
       layer_norm: whether there is a LayerNorm before out_proj. layer_norm_eps: its epsilon.
       gamma_init: the projections' weights are Xavier normal; the weights of v_proj and out_proj are multiplied by this.
-      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla". None is the fastest on the parameters'
-        device, and so are other libraries' names of kernels: "auto", "sdpa", "flash", "flash_attn", "flash_attn_2",
-        "flash_attn_3", "xformers" and "manual".
+      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla". None picks the device's first that
+        supports the call. So do other libraries' names of kernels: "auto", "sdpa", "flash", "flash_attn",
+        "flash_attn_2", "flash_attn_3", "xformers" and "manual".
       dtype, device: of the parameters, as in any PyTorch module.
       benchmark_backends: with attention_backend None, the constructor times forward and backward of each supported
         implementation once, for one sequence over the longest segment (at most 8192 tokens). The fastest one is used

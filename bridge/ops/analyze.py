@@ -70,7 +70,9 @@ def analyze(
     given = device_info(device) if isinstance(device, torch.device) else device
     info = here if given is None else dispatch.device_info(given)
     if (measure or check) and info != here:
-        raise ValueError(f"device: got {info.name}, want {here.name} or None with measure or check: times are of here")
+        raise ValueError(
+            f"device: got {info.name}, want {here.name} or None with measure or check, which time this machine"
+        )
     timer = timers.choose() if measure or check else None
     with planning_device.planning_on(tensors_device), dispatch.on_device(info):
         traced = trace_of(calls)

@@ -50,7 +50,7 @@ def linear_cross_entropy(
         The mean of no token is 0, where PyTorch's is NaN.
       transpose_w: whether w is [V, D].
       softcap, label_smoothing, z_loss, precision: as in jax_kernels.linear_cross_entropy.
-      ignore_index: the id of further targets that do not count.
+      ignore_index: tokens with this target do not count either.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:

@@ -68,7 +68,7 @@ def matmul(
     scaling: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """jax_kernels.matmul on PyTorch tensors: activation(x @ w + bias) + residual, with gradients of all four.
+    """jax_kernels.matmul on PyTorch tensors: activation(x @ w + bias) + residual, with gradients of these tensors.
 
     See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts x, w and bias as for
     torch.matmul, also with precision="fp8"; 8-bit tensors stay unchanged.
@@ -76,10 +76,10 @@ def matmul(
     Args:
       x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device; or, forward only, float8_e4m3fn or
         float8_e5m2.
-      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; if x has 8 bits or w a w_scale, any 8-bit
-        dtype. Or low-bit weights: a bridge.QuantizedTensor that is quantized along K, with axis=-2, or axis=-1 with
-        transpose_w. Low-bit weights have no gradients and no w_scale. With weights of 8 bits, x of 16 or 32 bits is
-        rounded in each call, and has a gradient.
+      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; if x has 8 bits, or if w has a w_scale, any
+        8-bit dtype. Or low-bit weights: a bridge.QuantizedTensor that is quantized along K, with axis=-2, or axis=-1
+        with transpose_w. Low-bit weights have no gradients and no w_scale. With weights of 8 bits, x of 16 or 32 bits
+        is rounded in each call, and has a gradient.
       bias: [N], in x's dtype or float32. If x has 8 bits, in bfloat16, float16 or float32.
       activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh". Or an elementwise function of
         one value, in torch's elementwise operations (torch.nn.functional.mish, torch.nn.ReLU6()) or in jnp code, that

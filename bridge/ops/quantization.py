@@ -223,9 +223,7 @@ def quantize(
         options = {"scaling": scaling, "axis": axis, "scale": scale, "group_size": group_size, "scale_dtype": name}
         return tuple(_quantize(x, format=format, **options))
     if x.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "x: got a tensor that requires a gradient, but rounding to few bits has none; want x.detach()"
-        )
+        raise NotImplementedError("x: got a tensor that requires a gradient, want x.detach(): rounding has no gradient")
     options = {"scaling": scaling, "axis": axis, "group_size": group_size, "scale_dtype": name}
     values, found = _quantize(x, format=format, scale=scale, **options)
     group = None if scaling == "row" else group_size or (32 if format.startswith("mx") else 128)

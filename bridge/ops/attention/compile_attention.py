@@ -49,7 +49,7 @@ class CompiledAttention:
         self._passed: torch_internals.Check | None = None  # whether tensors resemble a checked call's
 
     def __reduce__(self) -> tuple[functools.partial["CompiledAttention"], tuple[Mask, int, int]]:
-        """Returns a call of compile_attention with the mask, as which pickle stores the object.
+        """The state that pickle stores: a call of compile_attention with the mask.
 
         The loading process plans it again.
         """
