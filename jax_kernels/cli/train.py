@@ -87,7 +87,11 @@ def train(
         str, typer.Option(help="For matmuls: bfloat16, float16 or float32. float16 scales the loss.")
     ] = "bfloat16",
     remat: Annotated[
-        str, typer.Option(help="Rematerialise in the backward: none, all, or all except attention or products.")
+        str,
+        typer.Option(
+            help="Values that the backward rematerialises: none; all; or all except the results of attention "
+            "(attention), or of attention, matmuls and norms (products)."
+        ),
     ] = "products",
     sequence_strategy: Annotated[
         str, typer.Option(help="For attention along the sequence axis: auto, ring, halo, all_to_all or all_gather.")

@@ -313,8 +313,8 @@ class MultiHeadAttention(nnx.Module):
     def _decodes(self, query: jax.Array, mask: Any) -> bool:
         """Whether a call with a cache uses decode_attention, which computes the same as flash_attention and is faster.
 
-        That is for few causal queries, if the module's implementation is None or "xla". Its kernels split the keys, and
-        skip blocks of keys that the mask leaves out.
+        Only calls of up to 16 causal queries use it, if the module's implementation is None or "xla". The kernels of
+        decode_attention split the keys, and skip blocks of keys that the mask leaves out.
         """
         is_free = self.implementation in (None, "xla")
         return (

@@ -43,7 +43,7 @@ class QuantizedLinear(nnx.Module):
     Raises:
       TypeError: kernel is not a low-bit QuantizedArray.
       ValueError: kernel does not have two axes or is not quantized along axis -2; bias has a wrong shape; precision is
-        none of these.
+        another name.
 
     Raises, when called:
       TypeError, ValueError, NotImplementedError: as matmul.

@@ -70,8 +70,9 @@ def linear_cross_entropy(
       reduction: "none", the losses of the tokens; "sum"; or "mean", the sum divided by the sum of the weights of the
         tokens that count. The mean of no token is 0.
       softcap, label_smoothing, z_loss, precision: as in jax_kernels.linear_cross_entropy.
-      chunk: the largest number of vocabulary entries whose logits are in memory at once; with "sum" and "mean", as many
-        logits for each token of the batch. None for 4096 with "none", and for 0.5 GB of logits on a device otherwise.
+      chunk: the largest number of vocabulary entries whose logits are in memory at once; with "sum" and "mean", the
+        largest mean number of logits in memory for each token of the batch. None for 4096 with "none", and for 0.5 GB
+        of logits on a device otherwise.
       rules: the mesh axes that shard the logits; None for ShardingRules().
 
     Returns:

@@ -208,8 +208,8 @@ class Trainer(TrainerCheckpoints):
         are the results of `loss`, and histories the model's AmaxHistories after it.
 
         For next_token_loss total is the sum of the losses, and count the number of targets that count. The batch is cut
-        into `accumulate` parts, which run one after the other, and all results are summed over the parts, but of the
-        histories the largest magnitudes are taken. scale: of
+        into `accumulate` parts, which run one after the other. All results are summed over the parts, except the
+        histories, whose maximum is taken. scale: of
         each part's mean loss during its backward; None for the backward of the sum.
         """
 
