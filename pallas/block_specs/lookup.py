@@ -219,7 +219,7 @@ def grouped_order(compute_capability: Capability, *, rows: int, groups: int) -> 
 def grouped_row(compute_capability: Capability, implementation: str, call: GroupedCall) -> tuple[GroupedRow, str]:
     """(the row with the blocks of a grouped matmul, the origin of the row in words).
 
-    Without a GPU the row is sm_80's. Raises LookupError if no row matches.
+    Without a GPU the row is sm_90's for "mosaic_gpu", else sm_80's. Raises LookupError if no row matches.
     """
     return _row(compute_capability, implementation, "grouped", call)
 

@@ -1,4 +1,4 @@
-"""Block specs of attention on Hopper (H100, H200, GH200), measured on an H200 in bfloat16.
+"""Block specs of attention on Hopper (H100, H200, GH200), measured on an H200 in bfloat16, or as `measured` says.
 
 The comment at a value gives its reason: the device time with it over the device time without it, in one run. "Full" is
 without a mask. Sizes are (2, 8192, 16 x 128), (2, 8192, 32 x 64) and (2, 8192, 8 x 256), unless the comment gives

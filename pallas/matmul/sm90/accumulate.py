@@ -1,4 +1,4 @@
-"""The sums of a warpgroup's 64 rows of a work tile: 16-bit matmuls, and 8-bit matmuls with scales.
+"""The sums of a warpgroup's rows of a work tile, in blocks of 64: 16-bit matmuls, and 8-bit matmuls with scales.
 
 The tensor cores accumulate 8-bit matmuls with about 14 bits. After a few steps of 128 inner values the accumulators are
 promoted: added to float32 sums in registers, 128 columns at a time. The other warpgroup's matmuls run meanwhile.

@@ -2,12 +2,13 @@
 
 The operands have 16 bits, or 8 bits with scales.
 
-One CTA runs on each SM, and takes one work tile of 128 x block_n after another. A memory warpgroup loads blocks of 128
-bytes of the inner dimension through a pipeline of stages, and runs ahead into the next work tile while the compute
-warpgroups store this tile. Each of two compute warpgroups owns 64 rows, whose sums stay in registers.
+One CTA runs on each SM, and takes one work tile of block_m x block_n after another. A memory warpgroup loads blocks of
+128 bytes of the inner dimension through a pipeline of stages, and runs ahead into the next work tile while the compute
+warpgroups store this tile. Each of two or three compute warpgroups owns 64 or 128 rows, whose sums stay in registers;
+with pingpong, each has work tiles of its own.
 
-Per step a CTA does 2 * 128 * block_n * 64 FLOPs on (128 + block_n) * 64 values: at block_n = 256 and 16 bits, 85 FLOPs
-per byte from the L2 cache.
+Per step a CTA does 2 * block_m * block_n * 64 FLOPs on (block_m + block_n) * 64 values of 16 bits: at 128 x 256, 85
+FLOPs per byte from the L2 cache.
 """
 
 import dataclasses

@@ -59,8 +59,8 @@ def key_gradients(
     Hkv, a multiple of the block of keys], summed over the queries of a key head's query heads. With a softcap,
     bias_gradient must be False: dbias would have the softcap's derivative as a factor, which is wrong.
 
-    arrays: their head_dims are Widths. lse (in base 2, or natural units under a score_mod that may
-    mask) and delta are [B, H, a multiple of block_q] float32. kv_length: the unpadded number of keys. With
+    arrays: padded to the head_dims of Widths. lse (in base 2, or natural units under a score_mod that may mask) and
+    delta are [B, H, a multiple of block_q] float32. kv_length: the unpadded number of keys. With
     options.float32_gradients, dkey and dvalue may have up to 7 more rows than key.
     """
     traits = Traits.of(

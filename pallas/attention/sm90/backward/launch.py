@@ -174,8 +174,7 @@ def _prepared(
 ) -> Prepared:
     """The inputs, options and padded arrays of a call for its backward kernels.
 
-    widths: the columns of the kernels' tiles. zeros: whether a pass may make the zeros of
-    dquery.
+    widths: the columns of the kernels' tiles. zeros: whether a pass may make the zeros of dquery.
     """
     query, key, value = inputs[:3]
     block_kv = widths.block_kv

@@ -64,13 +64,13 @@ class Stages(NamedTuple):
 class Schedule:
     """The order of the work of a launch, as known when its kernel is traced.
 
-    group: query heads per kv head; a q_loop goes over all of them. q_loop_stagger: how many blocks of queries apart the
-    loops of neighbouring blocks of keys start, if visits_all or only segments limit them. visits_all:
-    whether causality, a window and segments let
-    every block of keys attend to every block of queries. split: how the last work tiles are split into parts, so that
-    all SMs have work; in the methods, a part then has a work tile number of its own, its CTA's. scheduler: numbers the
-    work tiles before the split. is_persistent: whether a CTA processes one work tile after another; otherwise it
-    processes one work tile, or a part of it. v_stages: stages for values.
+    group: query heads per kv head; a q_loop goes over all of them. q_loop_stagger: the distance, in blocks of queries,
+    between the starts of the loops of neighbouring blocks of keys, if visits_all or only segments limit them.
+    visits_all: whether causality, a window and segments let every block of keys attend to every block of queries.
+    split: the division of the last work tiles into parts, so that all SMs have work; in the methods, a part then has
+    the number of its CTA as its own work tile number. scheduler: numbers the work tiles before the split.
+    is_persistent: whether a CTA processes one work tile after another; otherwise it processes one work tile, or a part
+    of it. v_stages: stages for values.
     """
 
     options: AttentionOptions

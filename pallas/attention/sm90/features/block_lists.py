@@ -212,9 +212,9 @@ def is_of_keys(mask_shape: tuple[int, ...]) -> bool:
 
 
 def skips_keys(mask_shape: tuple[int, ...], q_length: int, has_bias: bool) -> bool:
-    """Whether the dead blocks of a mask array are skipped that is the same for all queries.
+    """Whether dead blocks are skipped for a mask array that is the same for all queries; False for other mask arrays.
 
-    Otherwise the mask is a bias per key: with a bias, for short sequences, and if heads have different masks.
+    Such a mask becomes a bias per key instead with a bias, for short sequences, and if heads have different masks.
     """
     return is_of_keys(mask_shape) and mask_shape[1] == 1 and not has_bias and q_length * mask_shape[3] >= KEYS_PAY
 
