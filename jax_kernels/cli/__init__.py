@@ -177,6 +177,16 @@ def _leave_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _open_closed_streams() -> None:
+    """Opens the null device for each standard stream that is closed, as by >&-.
+
+    Otherwise Python's stream is None, and the next file that the process opens gets the stream's descriptor.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def _run(words: list[str]) -> NoReturn:
     """Runs the command of these words, and exits with its status once its output is written."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows a ? for a character that it lacks
@@ -195,6 +205,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     The exit code is 0 for success, 1 for a check that failed or an error of the machine, such as a file that cannot be
     written, 2 for bad input or a missing package, 130 for Ctrl-C.
     """
+    _open_closed_streams()
+    if os.environ.get("COLUMNS", "").strip("0") == "":  # rich prints nothing in a terminal without columns
+        os.environ.pop("COLUMNS", None)
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]

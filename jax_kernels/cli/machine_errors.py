@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 import traceback
 
 __all__ = ["in_one_line"]
@@ -41,9 +40,9 @@ def in_one_line(error: BaseException, command: str | None) -> str | None:
 
 
 def _has_stdout() -> bool:
-    """Whether the rest of stdout's buffer can be written."""
+    """Whether stdout can be written. A write that failed may have emptied its buffer, so this writes a line break."""
     try:
-        sys.stdout.flush()
+        print(flush=True)
     except OSError:
         return False
     return True

@@ -94,6 +94,33 @@ def test_full_and_closed_outputs(run, monkeypatch, tmp_path, words):
     assert (code, err) == (1, "")
 
 
+@pytest.mark.parametrize("length", [10, 100_000])
+def test_full_disk_behind_a_text_of_any_length(monkeypatch, length):
+    """Python writes a long text past its buffer, which is empty after the error."""
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left") as raised:
+        print("x" * length, flush=True)
+    assert in_one_line(raised.value, "info") == "the output cannot be written (No space left on device)"
+
+
+def test_closed_streams(run, monkeypatch):
+    """Python sets a stream to None if the process starts without it. The command then prints nothing."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert run("--version") == (0, "", "")
+    assert sys.stdin.read() == ""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert run("explain", "--no-such-option")[0] == 2
+
+
+@pytest.mark.parametrize("columns", ["0", "000", ""])
+def test_a_terminal_without_columns(run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "Commands" in out
+
+
 def test_an_output_without_utf_8(run, monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
