@@ -1,6 +1,7 @@
 """Writes and reads the checkpoints in a Trainer's folder, and checks that the state read is the state saved."""
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -81,6 +82,22 @@ def _raised_again(record: logging.LogRecord) -> bool:
     return "run() raised an exception" not in record.getMessage()
 
 
+@functools.cache
+def _hide_late_writes() -> None:
+    """From now on, hides the errors of writes that end after orbax has closed their event loop.
+
+    Orbax closes the loop at the first error, which it raises in the caller. On a full disk, Python would print a
+    traceback for each other array, since these errors are raised in threads.
+    """
+    hook = sys.unraisablehook
+
+    def shown(unraisable: Any) -> None:
+        if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+            hook(unraisable)
+
+    sys.unraisablehook = shown
+
+
 @contextlib.contextmanager
 def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
     """A context manager for writing a checkpoint: it turns errors inside it into NotWritten.
@@ -90,6 +107,7 @@ def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
     checkpoint; None for one whose writing began earlier in the background.
     """
     logging.getLogger("absl").addFilter(_raised_again)
+    _hide_late_writes()
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +190,16 @@ def test_full_disk_error_names_the_newest_checkpoint(tmp_path, full_after):
     one.save()
     one.close()
     assert trainer(tmp_path).latest == 2
+
+
+def test_only_late_writes_are_hidden(monkeypatch):
+    """After the first error, orbax closes the event loop of the other arrays' writes, whose errors Python prints."""
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(str(unraisable.exc_value)))
+    checkpoints._hide_late_writes.__wrapped__()
+    for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), OSError("Event loop is closed")):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=error))
+    assert shown == ["another", "Event loop is closed"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
