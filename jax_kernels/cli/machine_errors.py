@@ -14,6 +14,7 @@ _LESS = {
     "generate": "try fewer --tokens",
     "explain": "try smaller sizes",
 }
+_UNUSABLE = {errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS}  # of a path; Python has no class of errors for them
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
 
 
@@ -34,9 +35,12 @@ def in_one_line(error: BaseException, command: str | None) -> str | None:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         way = f"; {_LESS[command]}" if command in _LESS else ""
         return f"memory does not suffice ({_first_line(error)}){way}"
-    if isinstance(error, PermissionError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return None
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):  # of pathlib before Python 3.13
+        return str(error)
+    if not isinstance(error, OSError) or error.filename is None:
+        return None
+    is_of_path = isinstance(error, PermissionError) or error.errno in _UNUSABLE
+    return f"{error.filename}: {error.strerror}" if is_of_path else None
 
 
 def _has_stdout() -> bool:

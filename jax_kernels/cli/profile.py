@@ -35,7 +35,7 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON; the script then prints to stderr")] = False,
 ) -> None:
     """Run a script, and show the ops that it ran: how often, their FLOPs, bytes, bounds, and advice."""
-    if not script.is_file():
+    if not os.path.isfile(script):  # Path.is_file would raise for a name that is too long
         raise UserError(f"script: got {str(script)!r}, want a Python script")
     if device is not None and (measure or check):
         raise UserError(

@@ -6,6 +6,7 @@ Each op of `TUNABLE` is a command, with the options of `jax-kernels explain`.
 import contextlib
 import inspect
 import json
+import os
 import runpy
 import shlex
 import sys
@@ -227,7 +228,7 @@ def _words(arguments: str) -> list[str]:
 
 def _run(script: Path, arguments: list[str], gradients: bool, seconds: float, prune: bool) -> None:
     """Runs a script as the main program, and tunes the calls that it makes. Its exit with status 0 is its end."""
-    if not script.is_file():
+    if not os.path.isfile(script):  # Path.is_file would raise for a name that is too long
         raise UserError(f"--from: got {str(script)!r}, want a Python script")
     before = list(sys.argv), list(sys.path)
     sys.argv[:], sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]

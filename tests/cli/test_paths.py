@@ -48,3 +48,31 @@ def test_hidden_folders_and_unreadable_files_of_a_text(folder, monkeypatch):
     monkeypatch.setattr(np, "memmap", refuse)
     with pytest.raises(OSError, match=r"paths: .+a\.txt cannot be read \(Permission denied\)"):
         read_text(folder)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "--text", "FILE", "--out", "NAME"),
+        ("demo", "--out", "NAME"),
+        ("demo", "--text", "NAME", "--out", "OUT"),
+        ("generate", "x", "--checkpoint", "NAME"),
+        ("bench", "rms_norm", "--json", "NAME"),
+        ("check", "--op", "rms_norm", "--json", "NAME"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["long", "loop"])
+def test_names_that_no_file_can_have(run, tmp_path, words, kind):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("a text of one file" * 20)
+    name = str(tmp_path / ("x" * 300 if kind == "long" else "loop/x"))
+    names = {"NAME": name, "FILE": str(tmp_path / "file"), "OUT": str(tmp_path / "out")}
+    code, out, err = run(*(names.get(word, word) for word in words))
+    assert (code in (1, 2), out, err.count("\n")) == (True, "", 1)
+    assert err.startswith("jax-kernels: ")
+    assert name in err
+
+
+@pytest.mark.parametrize(("words", "option"), [(("profile",), "script"), (("tune", "--from"), "--from")])
+def test_a_script_with_too_long_a_name(run, words, option):
+    assert run(*words, "x" * 300) == (2, "", f"jax-kernels: {option}: got {'x' * 300!r}, want a Python script\n")
