@@ -87,12 +87,16 @@ def _hide_late_writes() -> None:
     """From now on, hides the errors of writes that end after orbax has closed their event loop.
 
     Orbax closes the loop at the first error, which it raises in the caller. On a full disk, Python would print a
-    traceback for each other array, since these errors are raised in threads.
+    traceback for each other array, since these errors are raised in threads. Threads of Python have other errors: their
+    tracebacks begin with a function of theirs.
     """
     hook = sys.unraisablehook
 
     def shown(unraisable: Any) -> None:
-        if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+        error, trace = unraisable.exc_value, unraisable.exc_traceback
+        first = "" if trace is None else trace.tb_frame.f_code.co_name
+        is_late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not (is_late and unraisable.object is None and first == "call_soon_threadsafe"):
             hook(unraisable)
 
     sys.unraisablehook = shown

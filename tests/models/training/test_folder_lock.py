@@ -3,6 +3,7 @@
 As a script it is a run that locks FOLDER, says so, and waits until it is killed.
 """
 
+import asyncio
 import json
 import os
 import platform
@@ -197,9 +198,27 @@ def test_only_late_writes_are_hidden(monkeypatch):
     shown = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(str(unraisable.exc_value)))
     checkpoints._hide_late_writes.__wrapped__()
-    for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), OSError("Event loop is closed")):
-        sys.unraisablehook(types.SimpleNamespace(exc_value=error))
-    assert shown == ["another", "Event loop is closed"]
+
+    def end(error, of=None):
+        loop = asyncio.new_event_loop()
+        loop.close()
+        trace = None
+        try:
+            loop.call_soon_threadsafe(print)
+        except RuntimeError as closed:
+            trace = closed.__traceback__
+        sys.unraisablehook(types.SimpleNamespace(exc_value=error, exc_traceback=trace.tb_next, object=of))
+        return trace
+
+    closed = RuntimeError("Event loop is closed")
+    end(closed)  # the first frame is asyncio's: native code called it
+    assert shown == []
+    own = end(RuntimeError("another"))
+    end(OSError("Event loop is closed"))
+    end(closed, of=print)
+    sys.unraisablehook(types.SimpleNamespace(exc_value=closed, exc_traceback=own, object=None))  # a function of Python
+    sys.unraisablehook(types.SimpleNamespace(exc_value=closed, exc_traceback=None, object=None))
+    assert shown == ["another"] + 4 * ["Event loop is closed"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
