@@ -239,6 +239,7 @@ def checked_new(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns k and v in the cache's dtype. Raises TypeError or ValueError for a wrong shape, dtype or length.
 
+    A cache that torch.Tensor.expand made raises ValueError too: the keys of a sequence would replace another's keys.
     Only autocast lets k and v have another dtype than the cache. lengths: int32 [B], the keys before the call.
     """
     if v is None:
@@ -251,6 +252,10 @@ def checked_new(
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want {want}, [batch, length, heads, head_dim]")
         if x.dtype != of.dtype and autocast_dtype(x.device) is None:
             raise TypeError(f"{name}: got dtype {x.dtype}, want {name}_cache's {of.dtype}")
+        shared = [axis for axis, size in enumerate(of.shape) if of.stride(axis) == 0 and size > 1]
+        if shared:
+            want = f"an entry of memory for each index, as {name} is written into it; make it with .contiguous()"
+            raise ValueError(f"{name}_cache: got a tensor that expand made along axis {shared[0]}, want {want}")
         found.append(x.to(of.dtype))
     _check_pages(cache, lengths, k.shape[1])
     return found[0], found[1]

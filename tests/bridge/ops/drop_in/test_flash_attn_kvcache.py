@@ -154,6 +154,14 @@ ERRORS = {
     "k alone": ({"k": NEW, "cache_seqlens": 3}, ValueError, "^v: got None with k"),
     "no lengths": ({"k": NEW, "v": NEW}, ValueError, "^cache_seqlens: got None with k"),
     "full": ({"k": NEW, "v": NEW, "cache_seqlens": 32}, ValueError, "^cache_seqlens: got 32 to 32 with 1 new"),
+    "expanded": (
+        {"k": NEW, "v": NEW, "cache_seqlens": 3, "k_cache": CACHE[:1].expand(2, -1, -1, -1)},
+        *(ValueError, "^k_cache: got a tensor that expand made along axis 0"),
+    ),
+    "expanded values": (
+        {"k": NEW, "v": NEW, "cache_seqlens": 3, "v_cache": CACHE[:, :1].expand(-1, 32, -1, -1)},
+        *(ValueError, "^v_cache: got a tensor that expand made along axis 1"),
+    ),
     "long": ({"cache_seqlens": int32(3, 33)}, ValueError, "^cache_seqlens: got 3 to 33, want 0 to 32"),
     "int64": ({"cache_seqlens": int32(3, 3).long()}, ValueError, r"^cache_seqlens: got torch\.int64 \(2,\)"),
     "float": ({"cache_seqlens": 3.0}, TypeError, "^cache_seqlens: got float, want an int"),
