@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,18 @@ class QuantizedTensor:
     @property
     def device(self) -> torch.device:
         return self.values.device
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Raises TypeError: functions of PyTorch take no QuantizedTensor.
+
+        PyTorch's TransformerEncoderLayer looks for this method. It then calls its layers, instead of giving their
+        weights to one function.
+        """
+        raise TypeError(
+            f"{getattr(function, '__name__', function)}: got a QuantizedTensor, want a torch.Tensor: bridge.matmul and "
+            "bridge.linear take it, and bridge.dequantize makes a tensor of it"
+        )
 
     @property
     def facts(self) -> Facts:

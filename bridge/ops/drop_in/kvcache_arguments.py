@@ -254,8 +254,8 @@ def checked_new(
             raise TypeError(f"{name}: got dtype {x.dtype}, want {name}_cache's {of.dtype}")
         shared = [axis for axis, size in enumerate(of.shape) if of.stride(axis) == 0 and size > 1]
         if shared:
-            want = f"an entry of memory for each index, as {name} is written into it; make it with .contiguous()"
-            raise ValueError(f"{name}_cache: got a tensor that expand made along axis {shared[0]}, want {want}")
+            wanted = f"an entry of memory for each index, as {name} is written into it; make it with .contiguous()"
+            raise ValueError(f"{name}_cache: got a tensor that expand made along axis {shared[0]}, want {wanted}")
         found.append(x.to(of.dtype))
     _check_pages(cache, lengths, k.shape[1])
     return found[0], found[1]

@@ -185,3 +185,20 @@ def test_changed_projection_of_the_transformers_mlp(name):
     setattr(mlp, name, Lora(getattr(mlp, name)))
     mlp(torch.randn(1, 3, 32)).sum().backward()
     assert getattr(mlp, name).a.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_low_bit_weights_in_an_encoder_of_pytorch(with_gradients):
+    """PyTorch's fast path of inference reads the weights of the layers, and is not taken."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 2, 64, batch_first=True)
+    plain = torch.nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
+    x, padding = torch.randn(2, 5, 64), torch.arange(5) >= torch.tensor([[5], [3]])
+    low_bit = bridge.quantize_weights(copy.deepcopy(plain), "int8")
+    with torch.set_grad_enabled(with_gradients):
+        for options in ({}, {"src_key_padding_mask": padding}):
+            got, want = low_bit(x, **options), plain(x, **options)
+            kept = ~padding if options else torch.ones_like(padding)
+            torch.testing.assert_close(got[kept], want[kept], atol=0.05, rtol=0.05)
+    with pytest.raises(TypeError, match=r"^linear: got a QuantizedTensor, want a torch\.Tensor: bridge\.matmul and"):
+        torch.nn.functional.linear(x, low_bit.layers[0].linear1.weight)
