@@ -6,7 +6,10 @@ import pkgutil
 import jax_kernels.testing
 from jax_kernels.testing.typical_call import TypicalCall
 
-__all__ = ["OPS"]
+__all__ = ["OPS", "SHORT_NAMES"]
+
+# By a short name of an op, the op's own name.
+SHORT_NAMES = {"attention": "flash_attention"}
 
 # The modules of jax_kernels.testing in the order of their ops in the commands. The ops of other modules come last.
 _ORDER = (

@@ -257,6 +257,15 @@ def test_check_fails_on_a_wrong_result_of_another_op(run, monkeypatch, op):
     assert "0 passed, 1 failed" in out
 
 
+def test_check_takes_ops_as_bench_does(run, monkeypatch):
+    """As words, as options, and by the short name of explain, bench and tune."""
+    monkeypatch.setattr(check, "_run", lambda calls, *_: asked.append(list(dict.fromkeys(op for op, *_ in calls))))
+    asked = []
+    for words in (("attention", "rms_norm"), ("rms_norm", "--op", "flash_attention"), ("--op", "attention")):
+        assert run("check", *words)[0] == 0
+    assert asked == [["flash_attention", "rms_norm"]] * 2 + [["flash_attention"]]
+
+
 def test_quick_cases_exist():
     for op, names in check.QUICK.items():
         assert set(names) <= set(check.SUITES[op].cases), op

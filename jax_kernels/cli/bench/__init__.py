@@ -16,13 +16,12 @@ from jax_kernels.cli.bench.page import HEADINGS, by_op, cells, html_page, reason
 from jax_kernels.cli.bench.rows import Roofs, Row, density_rows, measure_roofs, rows_of
 from jax_kernels.cli.bench.sizes import STANDARD
 from jax_kernels.cli.info import find_device, versions
+from jax_kernels.cli.ops import SHORT_NAMES
 from jax_kernels.cli.outputs import check_output, json_text, print_table, write_output
 from jax_kernels.cli.paths import path_of
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["bench"]
-
-_SHORT = {"attention": "flash_attention"}  # a name of explain and tune
 
 
 def bench(
@@ -48,7 +47,7 @@ def bench(
     On a GPU the times are device times. On a CPU the sizes are small, and the times are the host's. The page of --html
     has a roofline, and with --density a plot of the speed over the density of the mask.
     """
-    ops = [_SHORT.get(name, name) for name in ops or ()]
+    ops = [SHORT_NAMES.get(name, name) for name in ops or ()]
     for name in ops:
         if name not in STANDARD:
             raise UserError(f"op: got {name!r}, want one of {', '.join(STANDARD)}{did_you_mean(name, STANDARD)}")

@@ -18,6 +18,7 @@ from rich.table import Table
 from jax_kernels.cli import UserError
 from jax_kernels.cli.check.suites import QUICK, SUITES, Result, run_case
 from jax_kernels.cli.info import find_device, versions
+from jax_kernels.cli.ops import SHORT_NAMES
 from jax_kernels.cli.outputs import check_output, json_text, print_table, write_output
 from jax_kernels.cli.paths import path_of
 from jax_kernels.spelling import did_you_mean
@@ -32,9 +33,10 @@ _AT_ONCE = min(8, os.cpu_count() or 1)
 
 def _ops(asked: list[str] | None) -> list[str]:
     """The names of the ops to check: `asked`, or all. Raises UserError for an unknown name."""
-    for name in asked or ():
+    asked = [SHORT_NAMES.get(name, name) for name in asked or ()]
+    for name in asked:
         if name not in SUITES:
-            raise UserError(f"--op: got {name!r}, want one of {', '.join(SUITES)}{did_you_mean(name, SUITES)}")
+            raise UserError(f"op: got {name!r}, want one of {', '.join(SUITES)}{did_you_mean(name, SUITES)}")
     return [name for name in SUITES if not asked or name in asked]
 
 
@@ -80,9 +82,8 @@ def _show(console: Console, op: str, results: list[Result]) -> None:
 
 
 def check(
-    op: Annotated[
-        list[str] | None, typer.Option(help=f"only this op (repeatable), of {', '.join(SUITES)}; default: all")
-    ] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help=f"of {', '.join(SUITES)}; default: all")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="also this op (repeatable)")] = None,
     implementation: Annotated[
         list[str] | None, typer.Option(help="only this implementation (repeatable); default: all that can run here")
     ] = None,
@@ -95,7 +96,7 @@ def check(
 
     JAX_KERNELS_INTERPRET=1 adds the Triton kernels, interpreted. Exits with 1 if an error is above its bound.
     """
-    implementations = _implementations(implementation, _ops(op))
+    implementations = _implementations(implementation, _ops([*(ops or ()), *(op or ())]))
     device = find_device(None)
     check_output("--json", json_path)
     has_gpu = device.compute_capability is not None
