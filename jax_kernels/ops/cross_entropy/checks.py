@@ -121,8 +121,10 @@ def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
         if y.dtype not in checks.DTYPES:
             raise TypeError(f"{name}: got dtype {y.dtype}, want bfloat16, float16 or float32")
     want = "[V, D] with transpose_w" if transpose_w else "[D, V]"
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1 if transpose_w else 0]:
-        raise ValueError(f"w: got shape {w.shape}, want {want} with x's {x.shape}")
+    if x.ndim < 1:
+        raise ValueError(f"x: got shape {x.shape}, want [..., D]")
+    if w.ndim != 2 or x.shape[-1] != w.shape[1 if transpose_w else 0]:
+        raise ValueError(f"w: got shape {w.shape}, want {want} with x's D = {x.shape[-1]}")
     if w.shape[0 if transpose_w else 1] == 0:
         raise ValueError(f"w: got shape {w.shape}, want {want} with one entry of the vocabulary or more")
     return x, w

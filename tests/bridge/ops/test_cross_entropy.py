@@ -113,7 +113,7 @@ WRONG = {
     "targets": ({"targets": [1, 2]}, TypeError, "targets: got builtins.list, want a torch.Tensor"),
     "float_targets": ({"targets": TARGETS.float()}, TypeError, "targets: got dtype float32, want integers"),
     "shape": ({"targets": TARGETS[0]}, ValueError, "targets: got shape (4,), want x's (2, 4)"),
-    "w": ({"w": W.T}, ValueError, "w: got shape (37, 16), want [D, V] with x's (2, 4, 16)"),
+    "w": ({"w": W.T}, ValueError, "w: got shape (37, 16), want [D, V] with x's D = 16"),
     "reduction": ({"reduction": "max"}, ValueError, "reduction: got 'max', want 'none', 'mean' or 'sum'"),
 }
 

@@ -266,7 +266,7 @@ def test_several_devices_keep_w_sharded(monkeypatch):
 
 
 BAD = {
-    "w": ({"w": W.T}, ValueError, "w: got shape (37, 16), want [D, V] with x's (3, 7, 16)"),
+    "w": ({"w": W.T}, ValueError, "w: got shape (37, 16), want [D, V] with x's D = 16"),
     "no vocabulary": ({"w": W[:, :0]}, ValueError, "w: got shape (16, 0), want [D, V] with one entry"),
     "targets": ({"targets": TARGETS[:1]}, ValueError, "targets: got shape (1, 7), want x's (3, 7)"),
     "float targets": ({"targets": TARGETS * 1.0}, TypeError, "targets: got dtype float32, want integers"),
