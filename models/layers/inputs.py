@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax_kernels.masks.checks import is_array
 from jax_kernels.ops.checks import checked_array
 
-__all__ = ["check_floats", "check_promotion", "checked_residual"]
+__all__ = ["check_features", "check_floats", "check_promotion", "checked_residual"]
 
 
 def checked_residual(residual: Any, shape: tuple[int, ...], of: str = "x's") -> Any:
@@ -40,6 +40,15 @@ def check_promotion(dtype: Any, *, param_dtype: Any = None, **arrays: Any) -> No
         if jnp.issubdtype(found, jnp.floating) and found.itemsize == 1:
             want = "want bfloat16, float16 or float32, or a module with a dtype"
             raise TypeError(f"{name}: got {'' if name == 'param_dtype' else 'dtype '}{found}, {want}")
+
+
+def check_features(name: str, x: Any, features: int) -> None:
+    """Raises ValueError unless the last axis of x has as many entries as the module has features.
+
+    name: the argument's name, for the error.
+    """
+    if jnp.shape(x)[-1:] != (features,):
+        raise ValueError(f"{name}: got shape {jnp.shape(x)}, want [..., {features}]")
 
 
 def check_floats(name: str, x: Any) -> None:

@@ -15,7 +15,7 @@ from jax_kernels.models.layers.delayed_scaling import (
     is_recording,
     record,
 )
-from jax_kernels.models.layers.inputs import check_promotion, checked_residual
+from jax_kernels.models.layers.inputs import check_features, check_promotion, checked_residual
 from jax_kernels.ops.matmul import fp8_shared
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_op
@@ -218,10 +218,12 @@ def _residual(module: nnx.Linear, residual: Any, x: jax.Array, width: int) -> An
 
 
 def _promoted(module: nnx.Linear, x: jax.Array, *others: Any, name: str = "x") -> Any:
-    """(x, *others), all in the dtype of the module's computation. Raises TypeError if this dtype, or x, has 8 bits.
+    """(x, *others), all in the dtype of the module's computation. Raises TypeError if this dtype, or x, has 8 bits, and
+    ValueError unless x has the features of the first of `others`, a kernel.
 
     name: of x, for the error.
     """
+    check_features(name, x, others[0].shape[0])
     check_promotion(module.dtype, param_dtype=others[0].dtype, **{name: x})
     x, *others = module.promote_dtype((x, *others), dtype=module.dtype)
     if x.dtype.itemsize == 1:

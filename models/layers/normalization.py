@@ -9,7 +9,7 @@ from flax import nnx
 from flax.nnx import initializers
 
 from jax_kernels.models.config import check_kind, check_size
-from jax_kernels.models.layers.inputs import check_floats, check_promotion
+from jax_kernels.models.layers.inputs import check_features, check_floats, check_promotion
 from jax_kernels.ops.normalization import normalization, vjp
 from jax_kernels.plain_numbers import plain_arguments
 from jax_kernels.tracing.explicit_mesh import explicit_mesh
@@ -156,6 +156,9 @@ def _promoted(module: Any, x: Any, residual: Any, scale: Any, bias: Any) -> tupl
     """
     weights = [None if y is None else y[...] for y in (scale, bias)]
     x = jnp.asarray(x)
+    for weight in weights:
+        if weight is not None:
+            check_features("x", x, weight.shape[0])
     if residual is not None:
         residual = jnp.asarray(residual)
         check_floats("residual", residual)

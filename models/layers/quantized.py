@@ -9,7 +9,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jax_kernels.models.layers.inputs import check_promotion, checked_residual
+from jax_kernels.models.layers.inputs import check_features, check_promotion, checked_residual
 from jax_kernels.models.layers.linear import GatedMLP, Linear
 from jax_kernels.models.layers.mixture_of_experts import MixtureOfExperts
 from jax_kernels.models.layers.quantized_experts import QuantizedMixtureOfExperts, QuantizedWeight
@@ -135,7 +135,11 @@ class QuantizedLinear(nnx.Module):
         )
 
     def promoted(self, x: jax.Array) -> jax.Array:
-        """x in the dtype of the computation. Raises TypeError if that dtype has 8 bits. x: [..., in_features]."""
+        """x in the dtype of the computation. x: [..., in_features].
+
+        Raises TypeError if that dtype has 8 bits, ValueError for another number of features.
+        """
+        check_features("x", x, self.in_features)
         bias = None if self.bias is None else self.bias[...]
         check_promotion(self.dtype, x=x, param_dtype=self.param_dtype)
         x, *_ = self.promote_dtype((jnp.asarray(x), jnp.zeros((), self.param_dtype), bias), dtype=self.dtype)
@@ -241,7 +245,7 @@ def quantize_weights(
     scaling: str | None = None,
     group_size: int | None = None,
     scale_dtype: Any = None,
-    skip: Sequence[str] | None = None,
+    skip: str | Sequence[str] | None = None,
 ) -> Any:
     """Rounds the weights of a model's matmuls to 4 or 8 bits, in the model itself.
 
@@ -254,14 +258,14 @@ def quantize_weights(
       model: an nnx.Module that has such modules as attributes, or in nnx.Lists and nnx.Dicts.
       format: "int8", "int4", "mxfp8" or "mxfp4". scaling, group_size, scale_dtype: as in quantize.
       skip: names of modules that do not change, with all modules inside them: parts of a dotted name such as "head",
-        "mlp.down_proj", "layers.0". None skips "head" if the model has one.
+        "mlp.down_proj", "layers.0"; a string is one name. None skips "head" if the model has one.
 
     Returns:
       The model.
 
     Raises, and changes nothing:
-      TypeError: model is not an nnx.Module, or is itself a Linear, a GatedMLP or a MixtureOfExperts; skip is a string;
-        or a module is of another subclass of nnx.Linear.
+      TypeError: model is not an nnx.Module, or is itself a Linear, a GatedMLP or a MixtureOfExperts; skip has other
+        values than strings; or a module is of another subclass of nnx.Linear.
       ValueError: an option is wrong, a module has an option that QuantizedLinear lacks, a name in skip matches no
         module, skip names a part of a GatedMLP other than down_proj, or there is no module to replace.
     """
@@ -304,9 +308,10 @@ class _Skipped:
     ValueError for names that are no strings or match no module.
     """
 
-    def __init__(self, names: Sequence[str] | None, paths: Sequence[tuple[str, ...]]) -> None:
-        if isinstance(names, str) or not (names is None or all(isinstance(name, str) for name in names)):
-            raise TypeError(f"skip: got {names!r}, want a sequence of names, or None")
+    def __init__(self, names: str | Sequence[str] | None, paths: Sequence[tuple[str, ...]]) -> None:
+        names = (names,) if isinstance(names, str) else names
+        if names is not None and not all(isinstance(name, str) for name in names):
+            raise TypeError(f"skip: got {names!r}, want a name, a sequence of names, or None")
         self.names = [tuple(name.split(".")) for name in (("head",) if names is None else names)]
         for name in [] if names is None else self.names:
             if not any(_is_part(name, path) for path in paths):

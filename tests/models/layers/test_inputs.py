@@ -1,4 +1,8 @@
-"""Arrays that a module refuses: residuals of another shape or dtype than its result's, and 8-bit floats."""
+"""Arrays that a module refuses: x with another number of features, residuals of another shape or dtype than its
+result's, and 8-bit floats.
+"""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -83,3 +87,13 @@ def test_8_bit_floats_need_a_dtype():
         assert kind(32, dtype=jnp.bfloat16, rngs=RNGS)(x).dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="param_dtype: got float8_e4m3fn, want bfloat16"):
         models.Linear(32, 32, param_dtype=jnp.float8_e4m3fn, rngs=RNGS)(X)
+
+
+@pytest.mark.parametrize("shape", [(5, 31), (31,), ()], ids=str)
+@pytest.mark.parametrize("name", ["linear", "mlp", "mlp of two matmuls", "low-bit linear", "low-bit mlp", "norm"])
+def test_an_error_names_x_of_other_features(name, shape):
+    """And not the module's own parameter."""
+    module = models.RMSNorm(32, rngs=RNGS) if name == "norm" else MODULES[name]
+    argument = "inputs" if name == "linear" else "x"
+    with pytest.raises(ValueError, match=re.escape(f"{argument}: got shape {shape}, want [..., 32]")):
+        module(jnp.ones(shape))
