@@ -74,7 +74,10 @@ def train(
     documents: Annotated[
         str, typer.Option(help="none: all text is one document; files: one document per file, unseen by other files.")
     ] = "none",
-    steps: Annotated[int, typer.Option(min=1, max=MOST, help="Total steps, with the steps before a restart.")] = 100,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, max=MOST, help="Total steps, with the steps before a restart; a restart has equally many."),
+    ] = 100,
     seq_len: Annotated[int, typer.Option(min=2, help="Bytes of context.")] = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a step, over all devices.")] = 8,
     accumulate: Annotated[int, typer.Option(min=1, help="Parts of a batch, one after the other.")] = 1,

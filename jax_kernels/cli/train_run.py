@@ -319,4 +319,6 @@ def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
     changed = [name for name, x in before.items() if name != "save_every" and now.get(name) != x]
     if changed:
         different = ["another --text" if x == "text" else f"--{x.replace('_', '-')} {before[x]}" for x in changed]
-        raise ValueError(f"--out: the checkpoint there was trained with {', '.join(different)}; give another folder")
+        why = ": --steps sets the schedule of the learning rate" if "steps" in changed else ""
+        want = f"give another folder{why}"
+        raise ValueError(f"--out: the checkpoint there was trained with {', '.join(different)}; {want}")

@@ -96,7 +96,8 @@ def test_two_processes_train_as_one(tmp_path, folder, capsys):
     assert f"nothing to train: the run in {tmp_path / 'pair'} has had its 4 steps" in out
     assert f"{tmp_path / 'pair' / 'train.json'} has its losses, " in out
     given["settings"] = settings | {"steps": 5}
-    with pytest.raises(ValueError, match="--out: the checkpoint there was trained with --steps 4; give another folder"):
+    message = "--out: the checkpoint there was trained with --steps 4; give another folder: --steps sets the schedule"
+    with pytest.raises(ValueError, match=message):
         train_run.run({"data": 1}, folder, tmp_path / "pair", **given)
 
 
