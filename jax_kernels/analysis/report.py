@@ -111,10 +111,14 @@ class Analysis:
         return rows
 
     def head(self) -> str:
-        """A line with the device, and the measured time of the function."""
-        if self.total_ms is None:
-            return f"{self.device}; times are bounds by the data sheet's rates"
-        return f"{self.device}; {self.total_ms:.4g} ms a call ({self.timer} timer)"
+        """A line with the device, and the measured time of the function or the origin of the times in the table."""
+        if self.total_ms is not None:
+            return f"{self.device}; {self.total_ms:.4g} ms a call ({self.timer} timer)"
+        if any(use.ms is not None for use in self.uses):
+            return f"{self.device}; each call was timed by itself ({self.timer} timer)"
+        if self.uses and all(use.bound_ms is None for use in self.uses):
+            return f"{self.device}; no bounds, as its rates are not known"
+        return f"{self.device}; times are bounds by the data sheet's rates"
 
     def __str__(self) -> str:
         table = [self.COLUMNS, *self.rows()]

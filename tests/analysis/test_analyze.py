@@ -1,5 +1,6 @@
 """jax_kernels.analyze: the runs of each op, their work, their times, and advice."""
 
+import dataclasses
 import functools
 
 import jax
@@ -160,6 +161,17 @@ def test_measured_times():
     assert use.share == use.ms / found.total_ms
     assert use.roofline is None  # a CPU's rates are unknown
     assert "ms a call (host timer)" in str(found)
+
+
+def test_the_head_tells_measured_times_from_bounds():
+    """A CPU's rates are unknown, so its table has no bounds; profile times the calls without the whole script."""
+    found = analyze(rms_norm, jnp.ones((4, 64)))
+    assert found.head() == f"{found.device}; no bounds, as its rates are not known"
+    timed = dataclasses.replace(found.uses[0], ms=0.1)
+    by_itself = dataclasses.replace(found, uses=(timed,), timer="host")
+    assert by_itself.head() == f"{found.device}; each call was timed by itself (host timer)"
+    on_gpu = analyze(rms_norm, jnp.ones((4, 64)), device="h200")
+    assert on_gpu.head() == "NVIDIA H200; times are bounds by the data sheet's rates"
 
 
 def kinds(found):
