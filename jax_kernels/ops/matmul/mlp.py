@@ -189,7 +189,9 @@ def _sizes(x: Any, weights: dict[str, Any], transpose_w: bool) -> tuple[int, int
         want = (hidden, outer) if name == "w_down" else (depth, hidden)
         if (inner, outer) != want:
             want = want[::-1] if transpose_w else want
-            raise ValueError(f"{name}: got shape {weights[name].shape}, want {want} with x's {x.shape} and w_up")
+            of = f"w_up's H = {hidden}" if name == "w_down" else f"x's K = {depth}"
+            of += f" and w_up's H = {hidden}" if name == "w_gate" else ""
+            raise ValueError(f"{name}: got shape {weights[name].shape}, want {want} with {of}")
     return hidden, found["w_down"][1]
 
 

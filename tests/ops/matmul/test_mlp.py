@@ -89,8 +89,8 @@ def test_explain():
 
 WRONG = {
     "precision": ({"precision": "fp8"}, ValueError, "precision: got 'fp8', want 'fp32', 'tf32' or None"),
-    "w_up": ({"w_up": _normal(7, 12)}, ValueError, "w_up: got shape (7, 12), want (8, 12)"),
-    "w_down": ({"w_down": _normal(5, 12)}, ValueError, "w_down: got shape (5, 12), want (12, 12)"),
+    "w_up": ({"w_up": _normal(7, 12)}, ValueError, "w_up: got shape (7, 12), want (8, 12) with x's K = 8"),
+    "w_down": ({"w_down": _normal(5, 12)}, ValueError, "w_down: got shape (5, 12), want (12, 12) with w_up's H = 12"),
     "w_gate": ({"w_gate": _normal(8, 11)}, ValueError, "w_gate: got shape (8, 11), want (8, 12)"),
     "dtype": ({"w_down": ARRAYS["w_down"].astype(jnp.bfloat16)}, TypeError, "w_down: got dtype bfloat16"),
     "bias_up": ({"w_gate": GATE, "bias_up": _normal(12)}, ValueError, "bias_up: got an array with w_gate"),
