@@ -85,7 +85,8 @@ class Option:
 
         default: inspect.Parameter.empty for a required option.
         """
-        given: dict[str, Any] = {} if self.minimum is None else {"min": self.minimum}
+        # Typer's own "<int range>" is so wide that an option's name is cut off at 80 columns.
+        given: dict[str, Any] = {} if self.minimum is None else {"min": self.minimum, "metavar": "<int>"}
         names = [] if self.type == bool | None else [self.name(argument)]  # typer adds --no-... without a name
         kind = self.type | None if default is None and self.type is not bool else self.type
         return inspect.Parameter(
@@ -228,7 +229,7 @@ OPTIONS: dict[str, Option] = {
         is_array=True,
     ),
     "block_tables": Option(
-        help="the pages of a sequence: --kv-shape is pages,page_size,heads,head_dim",
+        help="the pages of a sequence: --kv-shape is the number of pages, page_size, heads, head_dim",
         type=int,
         flag="--pages",
         minimum=1,
@@ -305,7 +306,7 @@ NOT_OPTIONS = {
 
 # The sizes of an op's arrays, which are no arguments.
 SIZES: dict[str, Option] = {
-    "shape": Option(help="query's batch,length,heads,head_dim"),
+    "shape": Option(help="query's batch, length, heads, head_dim, as in 2,4096,16,128"),
     "kv_shape": Option(help="key's, where it differs"),
     "v_head_dim": Option(help="value's head_dim, where it differs", type=int, minimum=1),
     "dtype": Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32)"),
@@ -313,8 +314,8 @@ SIZES: dict[str, Option] = {
     "columns": Option(help="of the weights, N", type=int, minimum=1),
     "groups": Option(help="of rows, each with its own weights, G", type=int, minimum=1),
     "hidden": Option(help="columns of w_up, H", type=int, minimum=1),
-    "decode_attention.kv_shape": Option(help="the cache's batch,length,heads,head_dim; see --pages"),
-    "sharded.shape": Option(help="one device's batch,length,heads,head_dim of query"),
+    "decode_attention.kv_shape": Option(help="the cache's batch, length, heads, head_dim; see --pages"),
+    "sharded.shape": Option(help="one device's batch, length, heads, head_dim of query"),
     "devices": Option(help="over which the sequence is sharded", type=int, minimum=1),
 }
 

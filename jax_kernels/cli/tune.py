@@ -45,7 +45,7 @@ TUNABLE = {"attention": "flash_attention", **{op: op for op in _OPS}}
 GRADIENTS = Annotated[bool, typer.Option(help="time the backward too, and choose by the sum")]
 SECONDS = Annotated[float, typer.Option(help="the duration of one reading")]
 PRUNE = Annotated[bool, typer.Option(help="leave out candidates that are predicted to be too slow")]
-SHAPES = "one or more, with blanks between them: '2,4096,16,128 2,8192,16,128'"
+SHAPES = "several have blanks between them, in quotes"
 
 
 class _Bar:

@@ -491,3 +491,12 @@ def test_console_script():
     code = "import sys; sys.modules['torch'] = sys.modules['flax'] = None; from jax_kernels.cli import main; main()"
     done = done_by("-c", code, "info", "--json", JAX_PLATFORMS="cpu")
     assert json.loads(done.stdout)["device"]["architecture"] == "CPU"
+
+
+@pytest.mark.parametrize("words", [("explain", "attention"), ("tune", "attention"), ("tune", "matmul")], ids="_".join)
+def test_help_at_80_columns_has_whole_names(run, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(*words, "--help")
+    assert code == 0
+    for text in ("--implementation ", "<int> [x>=1]", "16,128" if words[0] == "explain" else "in quotes"):
+        assert text in out
