@@ -69,7 +69,9 @@ def analyze(
     here = device_info()
     info = here if device is None else device_info(device)
     if (measure or check) and info != here:
-        raise ValueError(f"device: got {info.name}, want {here.name} or None with measure or check: times are of here")
+        raise ValueError(
+            f"device: got {info.name}, want {here.name} or None with measure or check, which time this machine"
+        )
     call, tree = record.pure_call(function, args, kwargs)
     if measure and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
         raise ValueError(

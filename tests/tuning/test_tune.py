@@ -364,7 +364,7 @@ def test_wrong_arguments(monkeypatch):
         with pytest.raises(ValueError, match=message), tune(seconds=seconds):
             pass
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(RuntimeError, match="one of several processes"), tune():
+    with pytest.raises(RuntimeError, match="tune: got a program of 2 processes, want one process"), tune():
         pass
 
 

@@ -144,7 +144,7 @@ def test_plan():
         of_8_bits = explain(linear_cross_entropy, **_types(precision="fp8", reduction="mean"))
         with pytest.raises(NotImplementedError, match=r"'triton' cannot serve .*: it has no matmul of 8-bit values"):
             explain(linear_cross_entropy, **_types(precision="fp8"), implementation="triton")
-    assert plan.source.startswith("measured on an NVIDIA H200")
+    assert plan.source.startswith("rows measured on an NVIDIA H200")
     assert (of_8_bits.implementation, of_8_bits.config.forward) == ("mosaic_gpu", SM90_8_BITS)
 
 
